@@ -151,8 +151,7 @@ def _examine_trl_loss(host: Host, features: dict[str, str | None]) -> dict[str, 
         if features[feature] is not None or feature.partition(".")[0] not in behavior.IN_OBJECTIVE:
             continue
         kind = getattr(behavior, trainer)
-        change, reads = behavior.examine_sections(kind, [feature], behavior.DEFAULT_LOSS)
-        added = reads.sentence()
+        change, added = behavior.examine(kind, [feature.partition(".")[0]], behavior.DEFAULT_LOSS)
         if change is not None:
             features[feature] = f"{named([feature])}: {trainer}._compute_loss {change}."
         elif added is not None:

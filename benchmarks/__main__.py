@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from benchmarks.harness import measured_on
 
-NAMES = ("precision", "correction", "kl_full", "routing", "scale", "verl_scale", "trl_server", "trl_step")
-ASKED = ("quick", "bias", "centering", "report", "false_alarms")
+NAMES = ("precision", "kl_full", "routing", "scale", "verl_scale", "trl_server", "trl_step")
+ASKED = ("quick", "bias", "centering", "report", "alarms", "false_alarms")
 """These run only if they are named."""
 
 

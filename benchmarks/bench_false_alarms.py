@@ -60,7 +60,7 @@ def clean_logs() -> Iterator[tuple[str, list[list[Log]]]]:
                 yield name, [[{PREFIX + "k3_kl": value} for value in curves["k3"]] for curves in seeds.values()]
     with tempfile.TemporaryDirectory() as folder:
         text = (ROOT / "tests/data/verl/stock_rate.jsonl").read_bytes()
-        (Path(folder) / "metrics.jsonl").write_bytes(text)
+        (Path(folder) / "metrics-000.jsonl").write_bytes(text)
         steps = read_run(folder).steps
     metrics = [{key: value for key, value in step.metrics.items() if value is not None} for step in steps]
     yield "verl, FSDP with vLLM", [metrics]

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mismatch_ext.log_reading import METRICS_FILE
 from mismatch_ext.names import MEASURES, PREFIX
 
 LENGTHS = (500, 5_000)
@@ -59,7 +58,7 @@ def _write_log(folder: Path, steps: int) -> None:
     layers = [f"{PREFIX}routing/layer_{layer}_set_mismatch" for layer in range(LAYERS)]
     host = ("reward", "loss", "grad_norm", "entropy", "completions/mean_length")
     header = {"kind": "header", "segment": 0, "schema": 1, "of": "training", "run": {"name": "made up", "host": "trl"}}
-    with (folder / METRICS_FILE).open("w", encoding="utf-8") as file:
+    with (folder / "metrics-000.jsonl").open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
         for step in range(1, steps + 1):
             metrics = {name: 1e-3 * math.exp(draw.gauss(0.0, 0.3)) for name in (*gaps, *layers, *host)}

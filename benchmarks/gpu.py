@@ -36,7 +36,7 @@ from benchmarks.bench_precision import trained
 from benchmarks.harness import measured_on, paired
 from examples import smollm2
 from examples.arithmetic.shipped import shipped_model
-from mismatch_ext.centering import centering_terms
+from mismatch_ext.centering import projected_terms
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.routing import RoutingTrace, agreement, agreement_metrics, align
@@ -45,6 +45,7 @@ from mismatch_ext.versions import installed
 
 DTYPES = {"float32 (control)": torch.float32, "bf16": torch.bfloat16, "FP16": torch.float16}
 VOCABULARIES = {"Llama 3": 128_256, "Qwen3": 151_936, "Gemma 3": 262_144}
+HEAD_INPUTS = 1024
 MEASURES = ("logp_abs_diff_mean", "k3_kl", "f_1.1", "f_2", "logp_abs_diff_max")
 PROMPTS = Path(__file__).with_name("gpu_prompts.txt")
 ARITHMETIC = Path(__file__).parents[1] / "examples/doctor/prompts.jsonl"  # of the shipped model
@@ -289,21 +290,25 @@ def measure_costs(given: argparse.Namespace, scale: Scale) -> Iterator[Row]:
 
 
 def _centering_cost(name: str, vocabulary: int, tokens: int, given: argparse.Namespace, scale: Scale) -> Row:
-    """Return what score centering adds to a policy loss, forward and backward, from the engine's 128 likeliest tokens."""
-    logits = torch.randn(1, tokens, vocabulary, generator=_generator(given, 21), device=given.device)
-    head_logprobs, head_ids = logits.log_softmax(-1).topk(128, dim=-1)
-    mask = torch.ones(1, tokens, dtype=torch.bool, device=given.device)
-    logits.requires_grad_()
+    """Return what score centering adds to the output head's part of a policy loss, forward and backward, as training calls it.
+
+    The head is of 1,024 inputs, and the engine reports its 128 likeliest tokens.
+    """
+    generator = _generator(given, 21)
+    hidden = torch.randn(tokens, HEAD_INPUTS, generator=generator, device=given.device, requires_grad=True)
+    weight = torch.randn(vocabulary, HEAD_INPUTS, generator=generator, device=given.device) / HEAD_INPUTS**0.5
+    with torch.no_grad():
+        head_logprobs, head_ids = (hidden @ weight.T).log_softmax(-1).topk(128, dim=-1)
 
     def loss(centered: bool) -> Tensor:
-        logits.grad = None
-        value = -logits.log_softmax(-1)[..., 0]
+        hidden.grad = None
+        value = -(hidden @ weight.T).log_softmax(-1)[..., 0]
         if centered:
-            head = {"head_ids": head_ids, "head_logprobs": head_logprobs}
-            value = value + centering_terms(logits=logits, **head, response_mask=mask)
+            terms, _ = projected_terms(hidden, weight, None, head_ids=head_ids, head_logprobs=head_logprobs)
+            value = value + terms
         value.sum().backward()
-        assert logits.grad is not None
-        return logits.grad.norm()
+        assert hidden.grad is not None
+        return hidden.grad.norm()
 
     # The engine is the policy here, so that nothing is centered and both gradients are equal.
     _equal(f"gradients with and without centering over {vocabulary}", float(loss(True)), float(loss(False)))

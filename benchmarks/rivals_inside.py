@@ -115,7 +115,7 @@ def with_ours(out: str, arguments: Settings, given: Settings) -> Attached:
 
     def said() -> dict[str, Said]:
         run = Path(out, "mismatch")
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in (run / "metrics-000.jsonl").read_text("utf-8").splitlines()]
         told = [line for line in lines if line["kind"] == "event" and line["level"] != "info"]
         told = [line for line in told if line["data"].get("metric") != always]
         kept, answer = run / "evidence-1.jsonl.gz", run / "doctor_step_1"

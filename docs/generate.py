@@ -128,7 +128,7 @@ def routing() -> list[str]:
         ROUTING_MEASURES
         | {
             OTHER_PASSES: "forward passes over other tokens than were recorded",
-            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics.jsonl`",
+            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics-*.jsonl`",
         }
     )
 
@@ -140,6 +140,19 @@ def alarms() -> list[str]:
         metric = f"`{name}`{' †' * rule.numerics}"
         told = (metric, rule.bounds, str(rule.patience), rule.meaning, rule.source.rstrip("."))
         lines.append(f"| {' | '.join(told)} |")
+    return lines
+
+
+def scales() -> list[str]:
+    """Return what each candidate for an alarm of the gap raised on runs with and without a fault."""
+    (found,) = [record for record in evidence("alarms") if record["command"] == "python -m benchmarks alarms"]
+    rows = [row for row in found["figures"] if "of clean" in row]
+    lines = table("alarm on", "raised without a fault", "fault missed", "logs until it is raised")
+    for row in rows:
+        delay = "" if row["median delay"] is None else f"{row['median delay']:g}"
+        lines.append(
+            f"| `{row['name']}` | {row['false']} of {row['of clean']} | {row['missed']} of {row['of faulty']} | {delay} |"
+        )
     return lines
 
 
@@ -159,14 +172,6 @@ def roles() -> list[str]:
     for role, meaning in MEANINGS.items():
         lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
     return lines
-
-
-def overridden() -> list[str]:
-    """Return the methods of TRL's trainers that ours override, read from the text of the class that does."""
-    tree = ast.parse((HERE.parent / "adapters/trl/trainer.py").read_text(encoding="utf-8"))
-    (mixin,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MismatchTrainerMixin")
-    names = [node.name for node in mixin.body if isinstance(node, ast.FunctionDef)]
-    return [", ".join(f"`{name}`" for name in names) + "."]
 
 
 def hooks(adapter: str) -> list[str]:
@@ -576,8 +581,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "routing": routing,
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
+    "scales": scales,
     "roles": roles,
-    "overridden": overridden,
     "hooks_trl": lambda: hooks("trl"),
     "hooks_verl": lambda: hooks("verl"),
     "hooks_vllm": lambda: hooks("vllm"),

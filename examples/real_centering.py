@@ -128,7 +128,7 @@ def train(arm: str, seed: int, folder: Path, steps: int) -> None:
 
 def series(folder: Path) -> dict[str, list[float | None]]:
     """Return what each step of a run has measured; empty lists before the first step."""
-    if not (folder / "metrics.jsonl").is_file():
+    if not (folder / "metrics-000.jsonl").is_file():
         return {name: [] for name in SERIES}
     steps = [record.metrics for record in read_run(folder).steps if record.split == "train"]
     return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}
@@ -169,6 +169,16 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def record(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write rows with what they were measured on, in the place of older ones of the same arms and seeds."""
+    found = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.is_file() else []
+    new = {(row["arm"], row["seed"]) for row in rows}
+    kept = [row for row in found if (row["arm"], row["seed"]) not in new]
+    figures = sorted([*kept, *({**row, "measured": measured_on()} for row in rows)], key=lambda row: row["seed"])
+    document = {"command": "python -m examples.real_centering", "figures": figures}
+    file.write_text(json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Train the runs that are asked for, as far as they have not been trained, and print what all of them show."""
     assert __doc__ is not None
@@ -177,7 +187,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="corrections (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="runs of each arm (default: 0 1)")
     parser.add_argument("--out", type=Path, default=WORK, help=f"folder of the runs (default: {WORK})")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the runs of this call to this file")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the runs of this call to this file, beside others"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
     arguments = parser.parse_args()
     runs = [
@@ -198,10 +210,7 @@ def main() -> None:
     rows = [figures(arm, seed, folder, arguments.steps) for arm, seed, folder in runs]
     print_table(rows, console)
     if arguments.record is not None:
-        document = {"command": "python -m examples.real_centering", **measured_on(), "figures": rows}
-        arguments.record.write_text(
-            json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8"
-        )
+        record(rows, arguments.record)
 
 
 if __name__ == "__main__":

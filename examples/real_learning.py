@@ -80,7 +80,7 @@ class Run:
 
     def series(self) -> Series:
         """Return what each step has measured so far; empty lists before the first step."""
-        if not (self.folder / "metrics.jsonl").is_file():
+        if not (self.folder / "metrics-000.jsonl").is_file():
             return {name: [] for name in SERIES}
         steps = [record.metrics for record in read_run(self.folder).steps if record.split == "train"]
         return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}

@@ -33,8 +33,8 @@ class SequenceSums:
 
     def __init__(self, trainer: Any) -> None:
         self.sums: Sums = {}
-        self._observe: Callable[..., None] = trainer.mm.log.observe
-        trainer.mm.log.observe = self._observed
+        self._observe: Callable[..., None] = trainer.mm.log.sums.add_gap
+        trainer.mm.log.sums.add_gap = self._observed
 
     def _observed(self, split: str, *, old: Tensor, rollout: Tensor, mask: Tensor, native: bool = False) -> None:
         self._observe(split, old=old, rollout=rollout, mask=mask, native=native)

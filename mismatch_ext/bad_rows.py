@@ -147,6 +147,6 @@ class BadRowWindow:
             return None
         return (
             f"{bad} of the {rows} rows of steps {self.since + 1} to {self.logs[-1][0]} were bad, which is more than "
-            f"mismatch.monitor.max_bad_rows={share:g} allows. {BAD_ROWS!r} in metrics.jsonl says why each was; repair the cause, "
-            "or set another share."
+            f"mismatch.monitor.max_bad_rows={share:g} allows. {BAD_ROWS!r} in metrics-*.jsonl says why each was; "
+            "repair the cause, or set another share."
         )

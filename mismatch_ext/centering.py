@@ -20,7 +20,7 @@ Shapes: B rows, T tokens, N tokens of all rows, V vocabulary, H hidden size, K t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,27 +208,64 @@ def projected_terms(
     other arguments are those of `centering_terms`.
     """
 
-    def of_chunk(states: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    def logits_of(states: Tensor) -> Tensor:
         logits = nn.functional.linear(states, weight, bias)
-        logits = (logits if logits.dtype == torch.float64 else logits.float()) * scale
+        logits = _wide(logits) * scale
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
+        return logits / temperature
+
+    size = max(1, LOGITS // weight.shape[0])
+    return _in_chunks(logits_of, size, hidden, head_ids, head_logprobs, upper, lower)
+
+
+def terms_and_biases(
+    logits: Tensor,
+    *,
+    head_ids: Tensor,
+    head_logprobs: Tensor,
+    temperature: float = 1.0,
+    upper: float | None = None,
+    lower: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `centering_terms` and `sampler_bias` `[N]` from logits before the temperature `[N, V]`, in any dtype.
+
+    What is made of the logits is made in chunks, and again in the backward pass. So of all tokens no second copy of the logits is
+    held. The other arguments are those of `centering_terms`.
+    """
+    size = max(1, LOGITS // logits.shape[-1])
+    return _in_chunks(lambda part: _wide(part) / temperature, size, logits, head_ids, head_logprobs, upper, lower)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _in_chunks(
+    logits_of: Callable[[Tensor], Tensor],
+    size: int,
+    states: Tensor,
+    head_ids: Tensor,
+    head_logprobs: Tensor,
+    upper: float | None,
+    lower: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return terms and biases `[N]` of tokens, `size` of them at once, each chunk computed again in the backward pass."""
+
+    def of_chunk(part: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         given: dict[str, Any] = {
-            "logits": logits / temperature,
+            "logits": logits_of(part),
             "head_ids": ids,
             "head_logprobs": logprobs,
-            "response_mask": torch.ones(len(states), dtype=torch.bool, device=states.device),
+            "response_mask": torch.ones(len(part), dtype=torch.bool, device=part.device),
             "upper": upper,
             "lower": lower,
         }
         return centering_terms(**given), sampler_bias(**given)
 
-    size = max(1, LOGITS // weight.shape[0])
-    chunks = zip(hidden.split(size), head_ids.split(size), head_logprobs.split(size), strict=True)
+    chunks = zip(states.split(size), head_ids.split(size), head_logprobs.split(size), strict=True)
+    # An empty tensor is split into one empty part.
     parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    if not parts:
-        nothing = hidden.new_zeros(0, dtype=torch.float32)
-        return nothing, nothing
     terms, biases = (torch.cat(column) for column in zip(*parts, strict=True))
     return terms, biases
 

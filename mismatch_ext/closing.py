@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from mismatch_ext.events import (
     WEIGHTS_STILL,
     WEIGHTS_UNVERIFIED,
 )
-from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
+from mismatch_ext.log_reading import METRICS_FILES, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.pooling import ABS_DIFF_MEAN, NUMERICS, replay_k3
 from mismatch_ext.words import counted, quantity, times
@@ -31,26 +31,9 @@ WIDTH = 10
 
 def closing_lines(run: RunData) -> list[str]:
     """Return the summary of a run over all its segments."""
-    topics = {
-        "checks": _failed_checks(run),
-        "bad rows": _bad_rows(run),
-        "gap": _gap(run),
-        "alarms": _alarms(run),
-        "warning": _untrained(run),
-        "kl": _kl(run),
-        "lr": _learning_rate(run),
-        "loss scale": _loss_scale(run),
-        "sync": _weight_sync(run),
-        "routing": _routing(run),
-        "replay": _replay(run),
-        "evidence": _evidence(run),
-        "problems": _problems(run),
-        "metrics": [str(run.path / METRICS_FILE)],
-        "report": [f"mismatch-ext report {shlex.quote(str(run.path))}"],
-    }
     lines = [_status(run)]
-    for topic, texts in topics.items():
-        for at, text in enumerate(texts):
+    for topic, said in TOPICS.items():
+        for at, text in enumerate(said(run)):
             name = topic if at == 0 else ""
             lines.append(f"  {name:<{WIDTH}} {text}")
     return lines
@@ -319,3 +302,31 @@ def _replay(run: RunData) -> list[str]:
 
 def _first_and_last(steps: Sequence[int]) -> str:
     return f"at step {steps[0]}" if len(steps) == 1 else f"first at step {steps[0]}, last at step {steps[-1]}"
+
+
+def _files(run: RunData) -> list[str]:
+    return [str(run.path / METRICS_FILES)]
+
+
+def _report(run: RunData) -> list[str]:
+    return [f"mismatch-ext report {shlex.quote(str(run.path))}"]
+
+
+TOPICS: dict[str, Callable[[RunData], list[str]]] = {
+    "checks": _failed_checks,
+    "bad rows": _bad_rows,
+    "gap": _gap,
+    "alarms": _alarms,
+    "warning": _untrained,
+    "kl": _kl,
+    "lr": _learning_rate,
+    "loss scale": _loss_scale,
+    "sync": _weight_sync,
+    "routing": _routing,
+    "replay": _replay,
+    "evidence": _evidence,
+    "problems": _problems,
+    "metrics": _files,
+    "report": _report,
+}
+"""What the lines of each topic are, in their order."""

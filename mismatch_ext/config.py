@@ -98,6 +98,23 @@ class PrecisionConfig:
                     f"mismatch.precision.{name}: {value!r} is not allowed; allowed: the engine's name of a format."
                 )
 
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
+        return self.dtype == "float16"
+
+    @property
+    def head_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of an output head."""
+        return tuple(dict.fromkeys((self.dtype, "float32"))) if self.head is None else (self.head,)
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of the engine's KV cache: the compute dtype, by name or as "auto", or the format asked for."""
+        if self.engine_kv_cache is None:
+            return ("auto", self.dtype)
+        return (self.engine_kv_cache, "fp8_e4m3") if self.engine_kv_cache == "fp8" else (self.engine_kv_cache,)
+
 
 def _bounds(value: Any) -> float | tuple[float, float]:
     """Return the threshold of a rejection rule: a number, or a lower and an upper one."""
@@ -182,6 +199,12 @@ class CorrectionConfig:
         resolve(self)
 
 
+def _no_reward(key: str, value: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"mismatch.kl.reward_path='rewards' with {key}={value!r}: {why}; leave out reward_path, or set another {key}."
+    )
+
+
 @_section("mismatch.kl")
 class KlConfig:
     """KL term towards the reference policy, with the gradient that it claims (arXiv 2512.21852).
@@ -210,17 +233,15 @@ class KlConfig:
 
     def __post_init__(self) -> None:
         placement = self.applied_placement
-        for key, value, wrong, why in (
-            ("placement", placement, placement == "loss", "nothing of it is a reward"),
-            ("target", self.target, self.target == "token", "a reward is credited to all earlier tokens as well"),
-            ("ratio", self.ratio, self.ratio != "none", "a reward is weighed with the policy term that it is part of"),
-            ("estimator", self.estimator, self.estimator == "full", "the vocabulary is not kept from sampling time"),
-        ):
-            if self.in_rewards and wrong:
-                raise ConfigError(
-                    f"mismatch.kl.reward_path='rewards' with {key}={value!r}: {why}; leave out reward_path, or set "
-                    f"another {key}."
-                )
+        if self.in_rewards:
+            if placement == "loss":
+                raise _no_reward("placement", placement, "nothing of it is a reward")
+            if self.target == "token":
+                raise _no_reward("target", self.target, "a reward is credited to all earlier tokens as well")
+            if self.ratio != "none":
+                raise _no_reward("ratio", self.ratio, "a reward is weighed with the policy term that it is part of")
+            if self.estimator == "full":
+                raise _no_reward("estimator", self.estimator, "the vocabulary is not kept from sampling time")
         if (self.estimator, placement, self.target) == ("full", "reward", "token"):
             raise ConfigError(
                 "mismatch.kl.estimator='full' with placement='reward' and target='token': this term has no gradient, because a "
@@ -362,7 +383,7 @@ class MonitorConfig:
     """
 
     run_dir: Text | None = None
-    """Folder of `metrics.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
+    """Folder of `metrics-*.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
     metrics: Literal["short", "all"] = "short"
     """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
     or all."""
@@ -435,13 +456,14 @@ class MismatchConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """The features that the block switches on, such as ("monitor", "monitor.weight_sync", "routing.R3")."""
+        features = ["monitor"]
+        if self.monitor.weight_sync != "off":
+            features.append("monitor.weight_sync")
         sections = ("precision", "lr", "kl", "correction", "sampling_mask")
-        return (
-            "monitor",
-            *(["monitor.weight_sync"] if self.monitor.weight_sync != "off" else []),
-            *(name for name in sections if getattr(self, name) is not None),
-            *([f"routing.{self.routing.mode}"] if self.routing is not None else []),
-        )
+        features += [name for name in sections if getattr(self, name) is not None]
+        if self.routing is not None:
+            features.append(f"routing.{self.routing.mode}")
+        return tuple(features)
 
     @property
     def acts(self) -> bool:

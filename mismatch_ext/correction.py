@@ -1,8 +1,8 @@
 """Importance weights and rejection masks for the gap between rollout policy mu and trainer policy pi.
 
 The unmasked tokens are gathered once; everything is then a sum over them, or by row. The metrics have the names and definitions
-of verl's rollout_corr_helper: means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`, and
-exponentials saturate at e^600.
+of verl's rollout_corr_helper; means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`. How far
+the policies are apart is measured by `mismatch_ext.gap`.
 
 Shapes: B rows, T tokens, n unmasked tokens.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig, section_of, speaking_of
 from mismatch_ext.errors import RecordError
-from mismatch_ext.gap import SATURATION
+from mismatch_ext.gap import k3
 from mismatch_ext.presets import Interval, ResolvedCorrection, resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import Sums, over_ranks
@@ -27,8 +27,6 @@ from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0
-# Positions that are gathered together, because a batch of indices and of copies would take more memory than the result.
-BLOCK = 1 << 18
 SURE = 1e-12
 """Least probability of another token, where the policy is surer than float64 can tell."""
 
@@ -56,7 +54,8 @@ class Correction:
     """The outcome of a correction.
 
     Weights `[B, T]` are float64 if an input is, otherwise float32, detached; 0 where there is no token, 1 at every token for
-    level `none`. The mask `[B, T]` is True at tokens that are kept. The metrics have verl's names, without prefix.
+    level `none`. The mask `[B, T]` is True at tokens that are kept. The metrics are those of `LOGGED`
+    that the settings have, and `off_policy_masked_fraction`; they have verl's names, without prefix.
     """
 
     weights: Tensor
@@ -84,7 +83,7 @@ def correct(
     length) or exp(mean_t log rho_t) (geometric: a measure free of the length, but not an importance weight). Truncation (TIS) is
     min(w, upper); CIS truncates a token at 1 + slope max(1 - pi_old, floor) (arXiv 2609.32444). A mask (MIS, IcePop) sets weights
     beyond the bounds to 0. All of them accept bias for less variance. Rejection drops tokens or sequences from the loss
-    altogether. Log-ratios are clamped to +-20 for weights, rules and chi-squared; KL and perplexities use them as they are.
+    altogether. Log-ratios are clamped to +-20 for weights and rules.
 
     In bypass mode, pass the current policy's log-probabilities as `old_logprobs`; the ratio is then pi/mu.
 
@@ -125,25 +124,18 @@ def correct(
         nothing = mask.to(output_dtype(old_logprobs, rollout_logprobs))
         return Correction(weights=nothing, mask=mask, metrics={})
     tokens = _Tokens(old=old_logprobs, rollout=rollout_logprobs, mask=mask, settings=settings)
-    metrics = tokens.gap_metrics()
+    metrics: dict[str, float] = {}
     dtype = output_dtype(old_logprobs, rollout_logprobs)
-    kept_mask = mask.clone()
     if settings.level == "none":
         weights = mask.to(dtype)
     else:
-        weight, weight_metrics = tokens.weigh()
-        metrics |= weight_metrics
-        if settings.normalize:
-            factor = weight.mean() if settings.level == "token" else weight[tokens.present].mean()
-            metrics["rollout_is_batch_norm_factor"] = divisor = float(factor) if factor > 1e-8 else 1.0
-            weight = weight / divisor
+        weight = tokens.weigh(metrics)
         if settings.level == "token":
-            weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            for rows, part in tokens.blocks(weight):
-                weights[rows].masked_scatter_(mask[rows], part.to(dtype))
+            weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_scatter_(mask, weight.to(dtype))
         else:
             weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
-    keep_token, keep_row = tokens.rejected(metrics)
+
+    keep_token, keep_row = tokens.keep(metrics)
     if settings.divergence is not None:
         if advantages is None:
             raise RecordError(
@@ -151,22 +143,18 @@ def correct(
             )
         inside = divergence_gate(
             logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, settings=settings
-        )[mask]
-        keep_token = inside if keep_token is None else keep_token & inside
+        )
+        keep_token &= inside[mask]
     if settings.off_policy_threshold is not None:
         keep_row &= tokens.on_policy(
             rollout=rollout_logprobs, mask=mask, logprobs=logprobs, advantages=advantages, metrics=metrics
         )
-    left = tokens.count
-    if keep_token is not None:
-        kept_mask.masked_scatter_(mask, keep_token)
-        left = tokens.by_row(keep_token.double())
-    kept_mask &= keep_row[:, None]
+
+    kept_mask = mask.clone().masked_scatter_(mask, keep_token) & keep_row[:, None]
     if settings.rules or settings.divergence or settings.veto or settings.off_policy_threshold is not None:
-        left = torch.where(keep_row, left, 0.0)
-        sequences = int(tokens.averaged.sum())
+        left = kept_mask.sum(1)
         metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum()) / tokens.total
-        metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / sequences
+        metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / int(tokens.averaged.sum())
     return Correction(weights=weights, mask=kept_mask, metrics=metrics)
 
 
@@ -202,131 +190,84 @@ def divergence_gate(
 
 
 class _Tokens:
-    """The unmasked tokens of a batch, row after row, with d = log pi_old - log mu, and c, which is d clamped."""
+    """The unmasked tokens of a batch, row after row, with d = log pi_old - log mu `[n]`, and c, which is d clamped."""
 
     def __init__(self, *, old: Tensor, rollout: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
         self.settings = settings
-        count = mask.sum(1)
-        self.count, self.total = count.double(), float(count.sum())
-        self._lengths = count
-        self.present, self.length = count > 0, count.clamp(min=1).double()
+        self._lengths = mask.sum(1)
+        self.count, self.total = self._lengths.double(), float(self._lengths.sum())
+        self.present, self.length = self._lengths > 0, self.count.clamp(min=1)
         # Rows that count in means over sequences.
         self.averaged = torch.ones_like(self.present) if "verl_empty_rows" in settings.compat else self.present
-        self.bound = None if settings.confidence is None else _confident(old.detach()[mask], settings.confidence)
-        self.d = torch.empty(int(count.sum()), dtype=torch.float64, device=mask.device)
-        ends, step = [0, *count.cumsum(0).tolist()], max(1, BLOCK // mask.shape[1])
-        starts = range(0, len(mask), step)
-        self._blocks = [
-            (slice(start, start + step), slice(ends[start], ends[min(start + step, len(mask))])) for start in starts
-        ]
-        by_block = [
-            _of_block(old=old.detach()[rows], rollout=rollout.detach()[rows], mask=mask[rows], d=d)
-            for rows, d in self.blocks(self.d)
-        ]
-        self.old_row, self.d_row, self.excess_row = (torch.cat(sums) for sums in list(zip(*by_block, strict=True))[:3])
-        self.k3, self.chi2 = torch.stack([sums[3] for sums in by_block]).sum(0).tolist()
-        if not bool((self.d_row.isfinite() & self.old_row.isfinite()).all()):
+        self.old = _at_least_float32(old.detach().masked_select(mask))
+        sampled = _at_least_float32(rollout.detach().masked_select(mask))
+        self.d = (self.old - sampled).double()
+        self.d_row = self.by_row(self.d, "sum")
+        if not bool(self.d_row.isfinite().all()):
             expect_finite(mask, old_logprobs=old, rollout_logprobs=rollout)
             raise RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
-        self.smallest, self.largest = (float(x) for x in torch.aminmax(self.d))
-        beyond = max(self.largest, -self.smallest) > LOG_RATIO_BOUND
-        self.c = self.d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) if beyond else self.d
-        self.c_row = self.by_row(self.c) if beyond else self.d_row
+        self.c = self.d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
-    def blocks(self, values: Tensor) -> list[tuple[slice, Tensor]]:
-        """Return blocks of rows, each with its part of the tokens' values `[n]`."""
-        return [(rows, values[tokens]) for rows, tokens in self._blocks]
+    def by_row(self, values: Tensor, how: Literal["sum", "max", "min"]) -> Tensor:
+        """Return the sum, or the largest or smallest value, of each row `[B]`; 0 in an empty one."""
+        reduced = torch.segment_reduce(values, how, lengths=self._lengths, unsafe=True)
+        return torch.where(self.present, reduced, 0.0)
 
-    def by_row(self, values: Tensor) -> Tensor:
-        """Return the sum of each row `[B]`."""
-        return torch.segment_reduce(values, "sum", lengths=self._lengths, unsafe=True)
-
-    def extreme(self, how: Literal["max", "min"]) -> Tensor:
-        """Return the largest or smallest d of each row `[B]`, 0 in an empty one."""
-        return torch.segment_reduce(self.d, how, lengths=self._lengths, unsafe=True, initial=None).where(
-            self.present, 0.0
-        )
-
-    def gap_metrics(self) -> dict[str, float]:
-        """Return the gap between the two policies: perplexities, KL and chi-squared."""
-        rows = self.averaged
-        trained = (self.old_row / self.length)[rows]
-        rolled = ((self.old_row - self.d_row) / self.length)[rows]
-        difference = rolled - trained
-        sequence = self.d_row[rows].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        return {
-            "training_ppl": float((-trained).clamp(max=SATURATION).exp().mean()),
-            "training_log_ppl": float(-trained.mean()),
-            "kl": -float(self.d_row.sum()) / self.total,
-            "k3_kl": self.k3 / self.total,
-            "rollout_ppl": float((-rolled).clamp(max=SATURATION).exp().mean()),
-            "rollout_log_ppl": float(-rolled.mean()),
-            "log_ppl_diff": float(difference.mean()),
-            "log_ppl_abs_diff": float(difference.abs().mean()),
-            "log_ppl_diff_max": float(difference.max()),
-            "log_ppl_diff_min": float(difference.min()),
-            "ppl_ratio": float(difference.clamp(max=SATURATION).exp().mean()),
-            "chi2_token": self.chi2 / self.total,
-            "chi2_seq": float((2 * sequence).exp().mean()) - 1.0,
-        }
-
-    def weigh(self) -> tuple[Tensor, dict[str, float]]:
-        """Return the weights before they are normalized, of tokens `[n]` or of rows `[B]`, and their metrics."""
+    def weigh(self, metrics: dict[str, float]) -> Tensor:
+        """Return the weights of tokens `[n]`, or of rows `[B]`; adds to the metrics, which are of weights before `normalize`."""
         s = self.settings
         high = math.inf if s.upper is None else s.upper
         low = s.lower if s.lower is not None else 1 / high
-        rows = self.averaged
+        upper: float | Tensor = high
         if s.level == "token":
             ratio = torch.expm1(self.c).add_(1.0)
-            is_above = ratio > (high if self.bound is None else self.bound)
-            above, below = (float(x.count_nonzero()) / self.total for x in (is_above, ratio < low))
-            weight = _bound(ratio, s) if self.bound is None else torch.minimum(ratio, self.bound)
-            row_weight, row_ratio = self.by_row(weight) / self.length, (self.excess_row + self.count) / self.length
-            mean, variance = float(weight.sum()) / self.total, float(weight.var(correction=0))
-            smallest, largest = (float(x) for x in torch.aminmax(weight))
-            outside = above + below
+            if s.confidence is None:
+                weight = _bound(ratio.clone(), s)
+            else:
+                upper = _confident(self.old, s.confidence)
+                weight = torch.minimum(ratio, upper)
+            ends = torch.stack(torch.aminmax(weight))
+            averaged, tokens = torch.ones_like(ratio, dtype=torch.bool), torch.ones_like(ratio)
         else:
             log_weight = self.d_row if s.level == "sequence" else self.d_row / self.length
             ratio = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
             weight = torch.where(self.present, _bound(ratio.clone(), s), 0.0)
-            row_weight, row_ratio = weight, torch.where(self.present, ratio, 0.0)
-            mean = float((weight * self.count).sum()) / self.total
-            variance = float(((weight - mean).square() * self.count).sum()) / self.total
-            above, below = (float(x[rows].double().mean()) for x in (ratio > high, ratio < low))
-            ends = torch.stack(torch.aminmax(log_weight[rows])).clamp(max=LOG_RATIO_BOUND).exp()
-            smallest, largest = ends.tolist()
-            outside = float((((ratio > high) | (ratio < low)) * self.count)[rows].sum()) / self.total
-        squares = variance + mean * mean
-        by_row, ratio_by_row = row_weight[rows], row_ratio[rows]
-        metrics = {
-            "rollout_is_mean": mean,
-            "rollout_is_ratio_fraction_high": above,
-            "rollout_is_ratio_fraction_low": below,
-            "rollout_is_max": largest,
-            "rollout_is_min": smallest,
-            "rollout_is_std": variance**0.5 if self.total > 1 else 0.0,
-            "rollout_is_eff_sample_size": mean * mean / squares if squares > 0 else 0.0,
-            **_of_rows("rollout_is_seq", by_row),
-            "rollout_is_seq_max_deviation": float((by_row - 1).abs().max()),
-            "rollout_is_seq_fraction_high": float((ratio_by_row > high).double().mean()),
-            "rollout_is_seq_fraction_low": float((ratio_by_row < low).double().mean()),
-        }
-        if s.bound in ("mask", "icepop") and s.lower is not None and s.upper is not None:
-            metrics["rollout_is_oob_ratio"] = outside
-        return weight, metrics
+            averaged, tokens = self.averaged, self.count
+            # As verl has it: of ratios before they are bounded, which may vanish.
+            ends = torch.stack(torch.aminmax(log_weight[averaged])).clamp(max=LOG_RATIO_BOUND).exp()
 
-    def rejected(self, metrics: dict[str, float]) -> tuple[Tensor | None, Tensor]:
-        """Return which tokens `[n]`, None for all, and which rows `[B]` the rules and the veto keep; adds to the metrics."""
-        keep_token, keep_row = None, torch.ones_like(self.present)
+        above, below = ratio > upper, ratio < low
+        mean = float((weight * tokens).sum()) / self.total
+        variance = float(((weight - mean).square() * tokens).sum()) / self.total
+        squares = variance + mean * mean
+        metrics["rollout_is_mean"] = mean
+        metrics["rollout_is_ratio_fraction_high"] = float(above[averaged].double().mean())
+        metrics["rollout_is_ratio_fraction_low"] = float(below[averaged].double().mean())
+        metrics["rollout_is_min"], metrics["rollout_is_max"] = ends.tolist()
+        metrics["rollout_is_std"] = variance**0.5 if self.total > 1 else 0.0
+        metrics["rollout_is_eff_sample_size"] = mean * mean / squares if squares > 0 else 0.0
+        if s.bound in ("mask", "icepop") and s.lower is not None and s.upper is not None:
+            metrics["rollout_is_oob_ratio"] = float(((above | below) * tokens).sum()) / self.total
+        if not s.normalize:
+            return weight
+        factor = float(weight.mean() if s.level == "token" else weight[self.present].mean())
+        metrics["rollout_is_batch_norm_factor"] = divisor = factor if factor > 1e-8 else 1.0
+        return weight / divisor
+
+    def keep(self, metrics: dict[str, float]) -> tuple[Tensor, Tensor]:
+        """Return which tokens `[n]` and which rows `[B]` the rules and the veto keep; adds to the metrics."""
+        keep_token = torch.ones_like(self.d, dtype=torch.bool)
+        keep_row = torch.ones_like(self.present)
         for name, bounds in self.settings.rules.items():
             low, high = self._interval(bounds)
+            statistic = self._statistic(name)
+            is_inside = (statistic <= high) & (statistic >= low)
             if name.startswith("token"):
-                keep = self._token_rule(name, low, high, metrics)
-                keep_token = keep if keep_token is None else keep_token & keep
+                keep_token &= is_inside
             else:
-                keep_row &= self._row_rule(name, low, high, metrics)
+                keep_row &= is_inside | ~self.present
         if self.settings.veto is not None:
-            vetoed = (self.extreme("min") < math.log(self.settings.veto)) & self.present
+            vetoed = (self.by_row(self.d, "min") < math.log(self.settings.veto)) & self.present
             metrics["rollout_is_veto_fraction"] = float(vetoed.sum() / self.present.sum())
             keep_row &= ~vetoed
         return keep_token, keep_row
@@ -338,56 +279,25 @@ class _Tokens:
         low, high = torch.tensor(bounds, dtype=torch.float64).log().tolist()
         return (low, high) if "verl_inverse_k1" in self.settings.compat else (-high, -low)
 
-    def _token_rule(self, name: str, low: float, high: float, metrics: dict[str, float]) -> Tensor:
-        if name.endswith("k1"):
-            stat = -self.c
-        else:
-            stat = self.c.square() / 2 if name.endswith("k2") else torch.expm1(self.c).sub_(self.c)
-        above, below = stat > high, stat < low
-        beyond = above | below
-        inside = stat.clamp(low if low > -math.inf else 0.0, high)
-        dropped = self.by_row(beyond.double())
-        smallest, largest = (float(x) for x in torch.aminmax(stat))
-        values = {
-            "mean": float(stat.mean()),
-            "max": largest,
-            "min": smallest,
-            "fraction_high": float(above.count_nonzero()) / self.total,
-            "fraction_low": float(below.count_nonzero()) / self.total,
-            "std": float(inside.std(unbiased=False)) if self.total > 1 else 0.0,
-            "masked_fraction": float(dropped.sum()) / self.total,
-            "seq_masked_fraction": float((dropped > 0).double().sum() / self.present.sum()),
-        }
-        by_row = (self.by_row(stat) / self.length)[self.present]
-        metrics |= _of_rule(name, values, by_row, low, high)
-        return ~beyond
-
-    def _row_rule(self, name: str, low: float, high: float, metrics: dict[str, float]) -> Tensor:
-        _, over, estimator = name.split("_")
-        if over == "max":  # k2 and k3 grow with the distance from 0 on either side
-            ends = torch.stack([self.extreme("max"), self.extreme("min")]).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            stat = (ends.square() / 2 if estimator == "k2" else torch.expm1(ends) - ends).amax(0)
-        else:
-            if estimator == "k1":
-                stat = -self.c_row
-            else:
-                stat = self.by_row(self.c.square()) / 2 if estimator == "k2" else self.excess_row - self.c_row
-            stat = stat if over == "sum" else stat / self.length
-        beyond = ((stat > high) | (stat < low)) & self.present
-        by_row, share, out = stat[self.present], (self.count / self.total)[self.present], beyond[self.present].double()
-        inside = by_row.clamp(low if low > -math.inf else 0.0, high)
-        values = {
-            "mean": float((by_row * share).sum()),
-            "max": float(by_row.max()),
-            "min": float(by_row.min()),
-            "fraction_high": float((by_row > high).double().mean()),
-            "fraction_low": float((by_row < low).double().mean()),
-            "std": float(((inside - (inside * share).sum()).square() * share).sum()) ** 0.5 if self.total > 1 else 0.0,
-            "masked_fraction": float((out * share).sum()),
-            "seq_masked_fraction": float(out.mean()),
-        }
-        metrics |= _of_rule(name, values, by_row, low, high)
-        return ~beyond
+    def _statistic(self, rule: str) -> Tensor:
+        """Return what a rule looks at: k1, k2 or k3 of each token `[n]`, or their sum, mean or largest of each row `[B]`."""
+        *_, over, estimator = rule.split("_")
+        match estimator:
+            case "k1":
+                of_tokens = -self.c
+            case "k2":
+                of_tokens = self.c.square() / 2
+            case _:
+                of_tokens = k3(self.c)
+        match over:
+            case "token":
+                return of_tokens
+            case "max":
+                return self.by_row(of_tokens, "max")
+            case "mean":
+                return self.by_row(of_tokens, "sum") / self.length
+            case _:
+                return self.by_row(of_tokens, "sum")
 
     def on_policy(
         self,
@@ -417,21 +327,6 @@ def _at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _of_block(*, old: Tensor, rollout: Tensor, mask: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Write d of a block of rows; return the sums of log pi_old, d and rho - 1 of each row, and those of k3 and of rho^2 - 1."""
-    places, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
-    trained, sampled = (_at_least_float32(x.flatten().index_select(0, places)) for x in (old, rollout))
-    d.copy_(trained - sampled)
-    excess = torch.expm1(d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))  # rho - 1
-    rows = (torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True) for x in (trained.double(), d, excess))
-    old_row, d_row, excess_row = rows
-    clamped = bool((d.abs() > LOG_RATIO_BOUND).any())
-    unclamped = torch.expm1(d.clamp(max=SATURATION)).sum() if clamped else excess.sum()
-    # rho^2 - 1 = x^2 + 2 x with x = rho - 1.
-    totals = torch.stack([unclamped - d.sum(), excess @ excess + 2 * excess.sum()])
-    return old_row, d_row, excess_row, totals
-
-
 def _confident(old: Tensor, confidence: tuple[float, float]) -> Tensor:
     """Return the upper bound of the weight of tokens `[n]`, from the policy's log-probabilities of them."""
     slope, floor = confidence
@@ -445,24 +340,6 @@ def _bound(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
         return weight.clamp_(min=settings.lower, max=settings.upper)
     low, high = settings.lower or 0.0, math.inf if settings.upper is None else settings.upper
     return weight.masked_fill_((weight < low) | (weight > high), 0.0)
-
-
-def _of_rows(name: str, values: Tensor) -> dict[str, float]:
-    std = float(values.std()) if len(values) > 1 else 0.0
-    return {
-        f"{name}_mean": float(values.mean()),
-        f"{name}_std": std,
-        f"{name}_max": float(values.max()),
-        f"{name}_min": float(values.min()),
-    }
-
-
-def _of_rule(name: str, values: dict[str, float], by_row: Tensor, low: float, high: float) -> dict[str, float]:
-    values |= _of_rows("seq", by_row) | {"seq_max_deviation": float(by_row.abs().max())}
-    values["seq_fraction_high"] = float((by_row > high).double().mean())
-    if low > -math.inf:
-        values["seq_fraction_low"] = float((by_row < low).double().mean())
-    return {f"rollout_rs_{name}_{key}": value for key, value in values.items()}
 
 
 def metrics_over_ranks(

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose, report, rescored
+from mismatch_ext.doctor import Diagnosis, Sample, Scores, Tried, conclude, gather, report, rescored
 from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_sums
@@ -197,15 +197,17 @@ def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what,
         trainer_dtype="bfloat16",
     )
     sample = _sample(prompts_BT, responses_BT, sampled_BT)
-    diagnosis = diagnose(sample, scores, asked=1.0, seed=seed)
+    evidence = gather(sample, scores, asked=1.0, seed=seed)
+    families = {cause.family for cause in conclude(evidence).mendable}
     progress("plant a fault, ask the doctor, apply its remedy", 1, 2)
     _, again_BT = rollout(policy, prompts_BT, generator, forced=responses_BT)
     left, after = rescored(_sample(prompts_BT, responses_BT, again_BT), scores)
+    evidence.remedies.append(Tried(families=families, left=left, after=after))
     progress("plant a fault, ask the doctor, apply its remedy", 2, 2)
     return Shown(
         gaps=gaps,
         faulty=gap_metrics(gap_sums(old=scored_BT, rollout=sampled_BT, mask=mask_BT)),
-        diagnosis=diagnosis.confirmed({cause.family for cause in diagnosis.mendable}, left, after),
+        diagnosis=conclude(evidence),
         mended=gap_metrics(gap_sums(old=scored_BT, rollout=again_BT, mask=mask_BT)),
     )
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.gap import gap_metrics, gap_sums
+from mismatch_ext.gap import PROFILES, gap_metrics, gap_sums
 from mismatch_ext.sums import Sums, part, prefixed
 
 UNKNOWN = -1
@@ -108,8 +108,7 @@ def drift_sums(
     for name, chosen in masks.items():
         gap = gap_sums(old=old, rollout=rollout, mask=chosen)
         # Without profiles, which are most of the bytes and nobody draws.
-        kept = {key: value for key, value in gap.items() if value.dim() == 0 or key.startswith("moments:")}
-        sums |= prefixed(name, kept)
+        sums |= prefixed(name, {key: value for key, value in gap.items() if key.partition("/")[0] not in PROFILES})
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Names of the events in `metrics.jsonl`, and of the reasons for which a row is bad.
+"""Names of the events in `metrics-*.jsonl`, and of the reasons for which a row is bad.
 
 They stand apart from what writes them, so that a report of a run can be read without torch.
 """
@@ -33,5 +33,6 @@ BAD_ROW_REASONS = {
     "tokens": "its tokens are not those that the engine sampled",
     "weight_version": "it was sampled with other weights than its batch",
     "mask": "its sampling mask is missing or does not fit its tokens",
+    "head": "its most likely tokens, for score centering, are no distribution",
 }
 """Why a row is bad, by the name in the metric `bad_rows/<reason>`. All ranks reduce exactly these."""

@@ -147,8 +147,8 @@ class ColumnBatch:
         prompt, left, _ = _unpadded(self.prompts[number], _entry(self.prompt_mask, number))
         response, _, right = _unpadded(self.responses[number], _entry(self.response_mask, number))
         count = len(response)
-        mask = _entry(self.mask, number)
-        trainer = _entry(self.trainer, number)
+        mask, trainer = _entry(self.mask, number), _entry(self.trainer, number)
+        sampled = [True] * count if mask is None else [bool(value) for value in _plain(mask)[:count]]
         provenance = self.provenance
         if not isinstance(provenance, Provenance):
             provenance = _entry(provenance, number)
@@ -156,7 +156,7 @@ class ColumnBatch:
             prompt_ids=prompt,
             response_ids=response,
             rollout=_plain(self.rollout[number])[:count],
-            mask=[True] * count if mask is None else [bool(value) for value in _plain(mask)[:count]],
+            mask=sampled,
             trainer=None if trainer is None else _plain(trainer)[:count],
             provenance=provenance,
             routes=_entry(self.routes, number),
@@ -323,10 +323,10 @@ class Evidence:
         return kept
 
 
-def set_aside(folder: Path, number: int) -> None:
-    """Rename an earlier run's files, as its metrics file becomes `metrics-<number>.jsonl`."""
+def set_aside(folder: Path, segment: int) -> None:
+    """Rename the files of an earlier run, by the number of the first segment of the next."""
     for path in folder.glob(FILES):
-        path.rename(path.with_name(f"metrics-{number}-{path.name}"))
+        path.rename(path.with_name(f"before-{segment:03}-{path.name}"))
 
 
 def lines_of(batch: HeldBatch, reason: str) -> list[dict[str, Any]]:
@@ -351,20 +351,15 @@ def _mentions(text: str, name: str) -> bool:
 def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, Any]:
     from mismatch_ext.doctor.log_rows import line_of_routes  # it takes a second to import, and most runs keep nothing
 
+    padding = {"left_pads": row.left, "right_pads": row.right}
     line: dict[str, Any] = {
         "prompt_ids": [int(token) for token in row.prompt_ids],
         "response_ids": [int(token) for token in row.response_ids],
         "rollout_logprobs": _for_each_token(row, _or_null(row.rollout)),
-        "response_mask": _for_each_token(row, [bool(value) for value in row.mask]),
+        "response_mask": _for_each_token(row, list(map(bool, row.mask))),
         "step": step,
-        "kept": {
-            **kept,
-            "sampled_after": row.sampled_after,
-            "pictured": row.pictured,
-            "left_pads": row.left,
-            "right_pads": row.right,
-        },
     }
+    line["kept"] = {**kept, "sampled_after": row.sampled_after, "pictured": row.pictured, **padding}
     if row.trainer is not None:
         line["trainer_logprobs"] = _or_null(row.trainer)
     if row.provenance is not None:

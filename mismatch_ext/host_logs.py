@@ -19,7 +19,7 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError, shown
 from mismatch_ext.events import ALARM
 from mismatch_ext.growth import GROWTH_FLOOR, Growth, grown
-from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData, StepRecord, read_run, run_of
+from mismatch_ext.log_reading import METRICS_FILES, EventRecord, RunData, StepRecord, is_ours, read_run, run_of
 from mismatch_ext.names import EVALUATION, HOSTS, MEASURES, PREFIX, VERL, HostNames, Role
 
 TRAINER_STATE = "trainer_state.json"
@@ -29,7 +29,7 @@ CENTRAL = ("logp_abs_diff_mean", "k3_kl", "ess_seq")
 MEASURE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatch={}"}
 """What makes this package log all of them, and changes nothing."""
 GIVE = (
-    f"give a folder that holds {METRICS_FILE} (`mismatch.monitor.run_dir`, by default `mismatch` in the output folder), "
+    f"give a folder that holds {METRICS_FILES} (`mismatch.monitor.run_dir`, by default `mismatch` in the output folder), "
     f"a log without this package ({TRAINER_STATE}, verl's jsonl, TensorBoard's event files), or a folder of such folders."
 )
 
@@ -98,7 +98,7 @@ def read_runs(directory: str | Path) -> dict[str, RunData]:
     except (PermissionError, ValueError) as error:
         raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
     if not runs:
-        found = f"holds no {METRICS_FILE} and no other log" if root.exists() else "does not exist"
+        found = f"holds no {METRICS_FILES} and no other log" if root.exists() else "does not exist"
         raise RunDirectoryError(f"{root} {found}; {GIVE}")
     if unread:
         first = next(iter(runs))
@@ -109,10 +109,9 @@ def read_runs(directory: str | Path) -> dict[str, RunData]:
 
 def _runs_at(path: Path) -> dict[str, RunData]:
     if path.is_file():
-        ours = path.name == METRICS_FILE and not _is_verls(path)
-        return {path.resolve().parent.name: read_run(path.parent) if ours else _host_log(path)}
+        return {path.resolve().parent.name: read_run(path.parent) if is_ours(path) else _host_log(path)}
     run = run_of(path)
-    if run is not None and not _is_verls(run / METRICS_FILE):
+    if run is not None:
         return {path.resolve().name: read_run(run)}
     # The last checkpoint's state holds the whole history.
     states = [state for state in path.glob(f"checkpoint-*/{TRAINER_STATE}") if state.parent.name[11:].isdecimal()]
@@ -232,14 +231,15 @@ def _run(source: Path, read: _Rows) -> RunData:
         for key, metrics in sorted(steps.items())
     }
     logged = {name.removeprefix(PREFIX) for metrics in renamed.values() for name in metrics if name.startswith(PREFIX)}
+    records = [
+        StepRecord(kind="step", segment=0, step=step, split=split, metrics=metrics)
+        for (split, step), metrics in renamed.items()
+    ]
     return RunData(
         path=source.parent,
         headers=(_header(source, read.host),),
         events=tuple(_alarms(renamed, HOSTS[read.host])),
-        steps=tuple(
-            StepRecord(kind="step", segment=0, step=step, split=split, metrics=metrics)
-            for (split, step), metrics in renamed.items()
-        ),
+        steps=tuple(records),
         problems=(_about(source, read.host, logged & MEASURES.keys()), *read.problems),
     )
 
@@ -280,11 +280,9 @@ def _header(source: Path, host: str) -> dict[str, Any]:
     names_of_host = names.to_dict() | ({"next_rate": True} if names is VERL else {})
     folder = source.resolve().parent
     output = folder.parent if folder.name.startswith("checkpoint-") else folder
-    named_by_folder = source.suffix != ".jsonl" or source.name == METRICS_FILE
-    return {
-        "kind": "header", "segment": 0, "of": "training", "resume_step": None, "names": names_of_host, "log": source.name,
-        "run": {"name": output.name if named_by_folder else source.stem, "host": f"stock {host}"},
-    }  # fmt: skip
+    run = {"name": source.stem if source.suffix == ".jsonl" else output.name, "host": f"stock {host}"}
+    opening = {"kind": "header", "segment": 0, "of": "training", "resume_step": None}
+    return opening | {"names": names_of_host, "log": source.name, "run": run}
 
 
 def _about(source: Path, host: str, logged: set[str]) -> str:

@@ -1,11 +1,12 @@
 """Reads the metrics of a run back: whatever is well-formed is data, everything else is a sentence in `problems`.
 
-Each line of `metrics.jsonl` is a strict JSON object. A header opens a segment: a training, a training that resumes another one,
-or an evaluation outside of a training. A segment without an `end` line was killed, or is still being written.
+Each segment has a file, `metrics-000.jsonl` and so on: a training, a training that resumes another one, or an evaluation outside
+of a training. Without an `end` line it was killed, or is still being written. A training that resumes none begins another run:
+its header names the first segment of that run, and what comes before is left out. Each line is a strict JSON object:
 
-    header   {"kind", "segment", "schema": 1, "time", "of": "training" or "evaluation", ["resume_step"], "run": {"name", "host"},
-              "names": {role: name in the log}, "trainer": {...}, "engine": {...}, "patches": [...], "config": {...},
-              "versions": {package: version}}
+    header   {"kind", "segment", "schema": 1, "time", "of": "training" or "evaluation", ["resume_step" or "first_segment"],
+              "run": {"name", "host"}, "names": {role: name in the log}, "trainer": {...}, "engine": {...}, "patches": [...],
+              "config": {...}, "versions": {package: version}}
     step     {"kind", "segment", "step", "split", "metrics": {name: number or null}, ["nonfinite": [name]]}
     profile  {"kind", "segment", "step", "split", "profiles": {"position": {...}, "probability": {...}}}
     scatter  {"kind", "segment", "step", "split", "rollout_logprobs": [...], "old_logprobs": [...]}
@@ -33,7 +34,9 @@ from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.events import ALARM, BAD_ROW_REASONS, BAD_ROWS, CHECK_FAILED
 from mismatch_ext.names import HostNames, Role, names_of
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILES = "metrics-*.jsonl"
+"""Files of a run directory, one for each segment."""
+_METRICS_FILE = re.compile(r"metrics-(\d{3,})\.jsonl")
 DOCTOR_FILE = "doctor.json"
 """What the doctor found of a run, in its folder or in one below it."""
 INTERRUPTED = re.compile(r"(rank \d+: )?KeyboardInterrupt")
@@ -99,6 +102,7 @@ class Header(_Line):
     kind: Literal["header"]
     of: Segment = "training"
     resume_step: Count | None = None
+    first_segment: Count | None = None
     run: _Run | None = None
     names: dict[str, str | bool] | None = None
     trainer: _Side | None = None
@@ -357,7 +361,7 @@ class RunData:
     @property
     def source(self) -> str:
         """Name of the file that was read."""
-        return str(self.header.get("log", METRICS_FILE))
+        return str(self.header.get("log", METRICS_FILES))
 
     @property
     def names(self) -> HostNames:
@@ -426,47 +430,92 @@ class RunData:
         return self.tables[split].steps[column.finite], column.values[column.finite]
 
 
+def number_of_segment(path: Path) -> int:
+    """Return the number of a segment by its file; raises ValueError for another file."""
+    named = _METRICS_FILE.fullmatch(path.name)
+    if named is None:
+        raise ValueError(f"{path.name} is not a {METRICS_FILES}.")
+    return int(named[1])
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file has the name of a segment."""
+    return _METRICS_FILE.fullmatch(path.name) is not None
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """Return the files of a run directory in the order of their segments; raises OSError or ValueError."""
+    return sorted(filter(is_ours, folder.iterdir()), key=number_of_segment)
+
+
 def run_of(folder: Path) -> Path | None:
     """Return the run directory of a folder: the folder itself, or its sub-folder `mismatch` if it is a host's output folder."""
-    return next((path for path in (folder, folder / RUN_FOLDER) if (path / METRICS_FILE).is_file()), None)
+    for path in (folder, folder / RUN_FOLDER):
+        if path.is_dir() and segment_files(path):
+            return path
+    return None
 
 
 def read_run(run_dir: str | Path) -> RunData:
-    """Read a run directory, tolerating torn, garbage and unknown lines.
+    """Read the last run of a directory, tolerating torn, garbage and unknown lines.
 
     Lines of the same segment, step and split are merged. A later segment's line replaces an earlier segment's. Earlier
-    lines beyond the step that a later segment resumed from are left out.
+    lines beyond the step that a later segment resumed from are left out, and so are segments of an earlier run.
 
     Returns:
         The data, with one sentence in `problems` for every line that could not be used.
 
     Raises:
-        RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
+        RunDirectoryError: There are no files, or one cannot be read.
     """
-    reader, number = _Reader(), 0
-    path = Path(run_dir) / METRICS_FILE
+    folder, reader = Path(run_dir), _Reader()
     try:
-        lines = path.open("rb")
+        files = segment_files(folder)
+        for path in _of_last_run(files):
+            _read_segment(path, reader)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RunDirectoryError(f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}.") from error
-    with lines:
+        raise RunDirectoryError(
+            f"{folder} cannot be read: {reason}; give a folder that holds {METRICS_FILES}."
+        ) from error
+    if not files:
+        raise RunDirectoryError(f"{folder} holds no {METRICS_FILES}; give a folder that does.")
+    return reader.finish(folder)
+
+
+def _of_last_run(files: Sequence[Path]) -> list[Path]:
+    """Return the files from the first segment of the last training that resumes none; all of them if there is none."""
+    for path in reversed(files):
+        with path.open("rb") as lines:
+            try:
+                header = parse_line(next(lines, b""))
+            except ValueError:
+                continue  # killed while it wrote its header
+        if isinstance(header, Header) and header.first_segment is not None:
+            first = header.first_segment
+            return [file for file in files if number_of_segment(file) >= first]
+    return list(files)
+
+
+def _read_segment(path: Path, reader: _Reader) -> None:
+    number = 0
+    with path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
             try:
                 reader.add(parse_line(raw.removesuffix(b"\n")))
             except ValueError as error:
+                where = f"{path.name}, line {number}"
                 if raw.endswith(b"\n"):
-                    reader.problems.append(f"line {number} was left out: {error}.")
+                    reader.problems.append(f"{where} was left out: {error}.")
                 else:
-                    reader.problems.append(f"line {number} is torn ({error}): the run was killed while writing it.")
+                    reader.problems.append(f"{where} is torn ({error}): the run was killed while writing it.")
     if not number:
-        reader.problems.append(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
-    return reader.finish(Path(run_dir))
+        reader.problems.append(f"{path.name} is empty: the run stopped before it wrote its header.")
 
 
 @dataclass
 class _Reader:
-    """Collects the data of one file, line by line."""
+    """Collects the data of a run, line by line, in the order of its segments."""
 
     headers: list[dict[str, Any]] = field(default_factory=list)
     # By step and split, for each of the three kinds that are measured.
@@ -487,8 +536,6 @@ class _Reader:
         else:
             table, key = self.measured[line.kind], (line.step, line.split)
             before = table.get(key)
-            if before is not None and before.segment > line.segment:
-                return  # the process of an older segment was not dead yet
             if isinstance(line, StepRecord) and before is not None and before.segment == line.segment:
                 line = line.model_copy(update={"metrics": before.metrics | line.metrics})
             table[key] = line

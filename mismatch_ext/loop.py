@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
-from mismatch_ext.centering import SAMPLER_BIAS, centering_terms, padded_heads, sampler_bias
+from mismatch_ext.banner import run_info
+from mismatch_ext.centering import SAMPLER_BIAS, padded_heads, terms_and_biases
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
@@ -48,12 +49,12 @@ from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, R
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
-from mismatch_ext.log import Logged, RunLog, run_folder, run_info
+from mismatch_ext.log import Logged, RunLog
 from mismatch_ext.lr import LrControl, gap_statistics, leading_sums, length_statistics, length_sums
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
@@ -122,6 +123,7 @@ class Run:
         self.steps = 0
         self._checks = Checks(self.block.acts, lambda: self.steps)
         self._pending = _Pending()
+        self._biases = torch.zeros(2, dtype=torch.float64)  # of centered tokens since the last log: sum and number
         self._required = Required(self.block)
         self._audit: AuditReport | None = None
         with self._together():
@@ -227,11 +229,9 @@ class Run:
     def _set_precision(self) -> None:
         precision = self.block.precision
         if precision is not None:
-            policy = PrecisionPolicy.of(precision)
-            needs_scaler = policy.needs_scaler
-            scaler = LossScaler.of(precision, self.trainer.device.type) if needs_scaler else None
-            self.trainer.compute_in(policy.dtype, scaler)
-            if policy.head is not None:
+            scaler = LossScaler.of(precision, self.trainer.device.type) if precision.needs_scaler else None
+            self.trainer.compute_in(precision.dtype, scaler)
+            if precision.head is not None:
                 if not isinstance(self.trainer, ChoosesHead):
                     raise ConfigError(
                         f"mismatch.precision.head: {type(self.trainer).__name__} has no keep_head_in_float32, so that its output "
@@ -251,8 +251,7 @@ class Run:
         """Compare the precision that both sides compute in with the config's; None without a `precision` section."""
         if self.block.precision is None:
             return None
-        policy = PrecisionPolicy.of(self.block.precision)
-        report = audit(policy, self.trainer.reading(), self.rollout.reading(), transfer)
+        report = audit(self.block.precision, self.trainer.reading(), self.rollout.reading(), transfer)
         report.raise_for_findings()
         return report
 
@@ -293,6 +292,8 @@ class Run:
 
     def _info(self, name: str) -> dict[str, Any]:
         device = self.trainer.device.type
+        parameters = sum(parameter.numel() for _, parameter in self.trainer.named_parameters())
+        patches = {patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}
         return run_info(
             self.block,
             self.names,
@@ -300,13 +301,13 @@ class Run:
             host=HOST,
             model=self.trainer.name,
             model_type=self.trainer.family,
-            parameters=sum(parameter.numel() for _, parameter in self.trainer.named_parameters()),
+            parameters=parameters,
             device=f"{device} ({platform.processor() or platform.machine()})",
             seed=self.seed,
             trainer=self.trainer.reading(),
             engine=self.rollout.reading(),
             sampling=self.rollout.sampling,
-            patches=list({patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}.values()),
+            patches=list(patches.values()),
             audit=self._audit,
             packages=PACKAGES,
         )
@@ -499,14 +500,16 @@ class Run:
             trainer, engine = old.detach(), batch.rollout_logprobs
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
-                self._log.observe(batch.split, old=trainer, rollout=engine, mask=mask)
-                self._log.observe_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
+                self._log.sums.add_gap(batch.split, old=trainer, rollout=engine, mask=mask)
+                self._log.sums.add_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
                 measurable = mask & native.isfinite()  # it only serves as a comparison
-                self._log.observe(batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True)
+                self._log.sums.add_gap(
+                    batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True
+                )
             if batch.split != "train":
                 return
             self._required.note("measure", batch)
@@ -593,16 +596,19 @@ class Run:
                 "batch has one response of each prompt: nothing would be subtracted. Cut the batch between prompts, or set "
                 "mismatch.kl.baseline='none'."
             )
-        full = self._kl.config.estimator == "full"
+        logits = None
+        if self._kl.config.estimator == "full":
+            logits = self._logits(batch), self._logits(batch, reference=True)
+        behavior = self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None)
         terms = kl_terms(
             logprobs=logprobs,
             ref_logprobs=reference,
             mask=batch.good_tokens,
             settings=self._kl.config,
-            behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
+            behavior=behavior,
             coef=self._kl.coef,
             groups=batch.groups,
-            logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,
+            logits=logits,
             temperature=batch.temperature,
         )
         return self._required.watch("kl", terms.loss)
@@ -611,9 +617,9 @@ class Run:
         """Return the term of score centering `[B, T]` to add to a per-token loss; zeros without `correction.centering`.
 
         It has the advantages `[B]` or `[B, T]` in it, and is 0 for bad rows. It takes a forward pass of its own, whose logits are
-        held, so give it micro-batches. It is exact for the first step that learns from a batch: a later one has a ratio to the
-        old policy, whose probabilities of other tokens are not known. Raises RecordError if no row has the engine's most likely
-        tokens.
+        held once, in the model's dtype, so give it micro-batches. It is exact for the first step that learns from a batch: a
+        later one has a ratio to the old policy, whose probabilities of other tokens are not known. Raises RecordError if no row
+        has the engine's most likely tokens.
         """
         self._expect_started()
         settings = None if self.block.correction is None else resolve(self.block.correction)
@@ -628,20 +634,21 @@ class Run:
                     "run has been started."
                 )
             head_ids, head_logprobs = padded_heads(heads, mask.shape[1], mask.device)
-        given: dict[str, Any] = {
-            "logits": self._logits(batch) / batch.temperature,
-            "head_ids": head_ids,
-            "head_logprobs": head_logprobs,
-            "response_mask": mask,
-            **settings.bounds_of_tokens,
-        }
-        biases = sampler_bias(**given)[mask]
-        if len(biases):
-            self._pending.note(PREFIX + SAMPLER_BIAS, float(biases.double().mean()), float(len(biases)))
-        if settings.centering.only_measured:
+        learns = not settings.centering.only_measured
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+            found = terms_and_biases(
+                self._logits(batch).flatten(0, 1),
+                head_ids=head_ids.flatten(0, 1),
+                head_logprobs=head_logprobs.flatten(0, 1),
+                temperature=batch.temperature,
+                **settings.bounds_of_tokens,
+            )
+        terms, biases = (values.view(mask.shape).masked_fill(~mask, 0.0) for values in found)
+        self._biases += torch.stack([biases.detach().double().sum(), mask.sum().double()]).cpu()
+        if not learns:
             return torch.zeros_like(batch.rollout_logprobs)
         of_token = advantages if advantages.dim() == 2 else advantages[:, None]
-        return self._required.watch("center", centering_terms(**given) * of_token)
+        return self._required.watch("center", terms * of_token)
 
     def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         with self._under_routes(batch, reference=reference):
@@ -822,7 +829,8 @@ class Run:
             logged = self._log.measured(self.steps, split)
         if split == "train":
             logged |= self._pending.take()
-            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap", PREFIX + SAMPLER_BIAS))
+            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
+            logged |= self._sampler_bias()
             parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
             if self._grid is not None:
                 parts.append(self._grid.metrics(self.ranks))
@@ -842,6 +850,15 @@ class Run:
             self._log.write(self.steps, logged | by_layer, split)
         stop = self._log.decided(stop) if split == "train" else None
         return Logged(metrics=logged, shown=self._log.shown(logged), stop=stop)
+
+    def _sampler_bias(self) -> dict[str, float]:
+        """Return the mean bias of the tokens of all ranks that were centered since the last log."""
+        settings = None if self.block.correction is None else resolve(self.block.correction)
+        if settings is None or settings.centering is None:
+            return {}
+        total, tokens = self.ranks.sum(self._biases).tolist()
+        self._biases = torch.zeros_like(self._biases)
+        return {PREFIX + SAMPLER_BIAS: total / tokens} if tokens else {}
 
     def _rank_means(self, metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         """Return the means over ranks of metrics that each rank measured on its own part of the batch."""
@@ -886,6 +903,7 @@ class Run:
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["run"]["step"])
         self._pending.take()  # these metrics belong to steps that are undone
+        self._biases = torch.zeros_like(self._biases)
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)
         for name, part in self._parts.items():

@@ -38,8 +38,9 @@ def cache_sums(*, old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[
     counts = [None if record is None else record.cached_tokens for record in records]
     if all(count is None for count in counts):
         return sums
-    gap = torch.where(mask.bool(), old.double() - rollout.double(), 0.0).cpu()
-    of_row = {"tokens": mask.bool().sum(1).cpu().double(), "abs": gap.abs().sum(1), "k3": k3(gap).sum(1)}
+    sampled = mask.bool()
+    gap = torch.where(sampled, old.double() - rollout.double(), 0.0).cpu()
+    of_row = {"tokens": sampled.sum(1).cpu().double(), "abs": gap.abs().sum(1), "k3": k3(gap).sum(1)}
     for kind in PARTS_OF_CACHE:
         rows = torch.tensor([count is not None and (count > 0) == (kind == _CACHED) for count in counts])
         for name in _NAMES:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError, suggestion
@@ -204,55 +206,20 @@ def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> dict[str, 
     return rules
 
 
-_GEO: dict[str, Interval] = {"seq_mean_k1": (0.999, 1.001)}
-_K3: dict[str, Interval] = {"seq_mean_k3": (None, 0.01)}
-_TOKEN = ResolvedCorrection(level="token", upper=2.0)
-_SEQUENCE = ResolvedCorrection(level="sequence", upper=2.0)
-_ICEPOP = ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=5.0)
-_NONE = ResolvedCorrection()
-_CLIP = ResolvedCorrection(mode="bypass", loss="ppo_clip")
-_PG: dict[str, object] = {"mode": "bypass", "loss": "reinforce"}
+def _read_presets() -> dict[str, ResolvedCorrection]:
+    presets = {}
+    for name, keys in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+        rules = {rule: _tuple(bounds) for rule, bounds in keys.pop("reject", {}).items()}
+        settings = {key: _tuple(value) for key, value in keys.items()}
+        presets[name] = ResolvedCorrection(**settings, rules=parse_rules(rules))
+    return presets
 
-PRESETS: dict[str, ResolvedCorrection] = {
-    # The names in verl 0.9.1's RolloutCorrectionConfig.
-    "decoupled_token_is": _TOKEN,
-    "decoupled_seq_is": _SEQUENCE,
-    "decoupled_token_icepop": _ICEPOP,
-    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules={"seq_sum_k1": (0.5, 2.0)}),
-    "decoupled_geo_rs": dataclasses.replace(_NONE, rules=_GEO),
-    "decoupled_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO),
-    "decoupled_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO),
-    "decoupled_k3_rs": dataclasses.replace(_NONE, rules=_K3),
-    "decoupled_k3_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_K3),
-    "decoupled_k3_rs_token_tis": dataclasses.replace(_TOKEN, rules=_K3),
-    "bypass_ppo_clip": _CLIP,
-    "bypass_ppo_clip_geo_rs": dataclasses.replace(_CLIP, rules=_GEO),
-    "bypass_ppo_clip_k3_rs": dataclasses.replace(_CLIP, rules=_K3),
-    "bypass_pg_is": dataclasses.replace(_SEQUENCE, **_PG),  # type: ignore[arg-type]
-    "bypass_pg_token_icepop": dataclasses.replace(_ICEPOP, **_PG),  # type: ignore[arg-type]
-    "bypass_pg_geo_rs": dataclasses.replace(_NONE, rules=_GEO, **_PG),  # type: ignore[arg-type]
-    "bypass_pg_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO, **_PG),  # type: ignore[arg-type]
-    "bypass_pg_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO, **_PG),  # type: ignore[arg-type]
-    "disabled": _NONE,
-    # The names of TRL 1.16's vllm_importance_sampling_mode, with its default bound.
-    "token_truncate": ResolvedCorrection(level="token", upper=3.0),
-    "token_mask": ResolvedCorrection(level="token", bound="mask", upper=3.0),
-    "sequence_truncate": ResolvedCorrection(level="sequence", upper=3.0),
-    "sequence_mask": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
-    # The names in papers and articles.
-    "tis": _TOKEN,
-    "seq_tis": _SEQUENCE,
-    "seq_mis": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
-    "icepop": _ICEPOP,
-    "geo_mask": ResolvedCorrection(level="geometric", bound="mask", lower=0.999, upper=1.001),
-    "cis": ResolvedCorrection(level="token", confidence=(2.3, 5e-3)),
-    "dppo_tv": ResolvedCorrection(mode="bypass", loss="dppo_tv", level="token", upper=20.0, divergence=0.15),
-    "dppo_kl": ResolvedCorrection(mode="bypass", loss="dppo_kl", level="token", upper=20.0, divergence=0.05),
-    "opsm": ResolvedCorrection(off_policy_threshold=0.5),
-    # slime's examples/train_infer_mismatch_helper/mis.yaml.
-    "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
-    "slime_cis": ResolvedCorrection(level="token", bound="clip", lower=0.5, upper=2.0),
-}
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+PRESETS = _read_presets()
 """Complete corrections by the names that verl, TRL, slime and papers give them, for `correction.preset` and `correct`.
 
 Truncated importance sampling is `tis` per token and `seq_tis` per sequence; `seq_mis` drops sequences beyond the bound, `icepop`
@@ -272,11 +239,11 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
             f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}."
             f"{suggestion(config.preset, PRESETS)}"
         )
-    of_preset = _NONE if config.preset is None else PRESETS[config.preset]
+    of_preset = ResolvedCorrection() if config.preset is None else PRESETS[config.preset]
     given = {name: value for name in KEYS if (value := getattr(config, name)) is not FROM_PRESET}
     if config.preset is None and all(value is None for value in given.values()):
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
-    without_preset = {**vars(_NONE), "reject": None}
+    without_preset = {**vars(ResolvedCorrection()), "reject": None}
     asked = {name: without_preset[name] if value is None else value for name, value in given.items()}
     if asked.get("level") == "none":
         # The bounds of a preset's weight go with the weight.

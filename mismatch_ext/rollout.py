@@ -55,16 +55,16 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, ok, allowed in (
-            ("temperature", self.temperature > 0, "> 0"),
-            ("top_p", 0 < self.top_p <= 1, "0 < x <= 1"),
-            ("top_k", self.top_k >= -1, "an integer >= -1 (0 and -1 keep all tokens)"),
-            ("min_p", 0 <= self.min_p <= 1, "0 <= x <= 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and ok):
-                raise RecordError(f"sampling {name}={value!r} is out of range; allowed: {allowed}.")
+        self._expect("temperature", self.temperature > 0, "> 0")
+        self._expect("top_p", 0 < self.top_p <= 1, "0 < x <= 1")
+        self._expect("top_k", self.top_k >= -1, "an integer >= -1 (0 and -1 keep all tokens)")
+        self._expect("min_p", 0 <= self.min_p <= 1, "0 <= x <= 1")
+        self._expect("repetition_penalty", self.repetition_penalty > 0, "> 0")
+
+    def _expect(self, name: str, is_in_range: bool, allowed: str) -> None:
+        value = getattr(self, name)
+        if not (math.isfinite(value) and is_in_range):
+            raise RecordError(f"sampling {name}={value!r} is out of range; allowed: {allowed}.")
 
     @property
     def truncates_support(self) -> bool:
@@ -587,11 +587,13 @@ def collate(
     tokens = _padded([(record.prompt_ids, record.response_ids) for record in records], np.int64).to(device)
     mask = _padded([(record.response_mask,) for record in records], np.bool_).to(device)
     rollout_logprobs = _padded([(record.rollout_logprobs,) for record in records], np.float32).to(device)
-    lengths = torch.tensor([len(record.prompt_ids) + len(record.response_ids) for record in records], device=device)
+    prompt_lengths = torch.tensor([len(record.prompt_ids) for record in records], device=device)
+    response_lengths = torch.tensor([len(record.response_ids) for record in records], device=device)
+    lengths = prompt_lengths + response_lengths
     return Batch(
         tokens=tokens,
         attention_mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
-        prompt_lengths=torch.tensor([len(record.prompt_ids) for record in records], device=device),
+        prompt_lengths=prompt_lengths,
         response_mask=mask,
         rollout_logprobs=rollout_logprobs,
         groups=torch.tensor(groups, device=device),

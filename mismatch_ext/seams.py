@@ -166,21 +166,25 @@ def survey(
     peers = {}
     for name, peer in PEERS.items():
         version = installed(name)
-        names = [seam.name for seam in here if seam.peer == name]
+        of_peer = {seam.name: changes[seam.name] for seam in here if seam.peer == name}
         wrong = () if version is None else known_wrong(name, version, ("cpu",) if on_cpu_build() else ())
+        held = [seam for seam, change in of_peer.items() if change is None]
+        changed = {seam: change for seam, change in of_peer.items() if change is not None}
+        reasons = [f"{fault.feature or 'all'}: {fault.reason}" for fault in wrong]
         peers[name] = {
             "version": version,
             "state": peer.state(version),
-            "held": [seam for seam in names if changes[seam] is None],
-            "changed": {seam: changes[seam] for seam in names if changes[seam] is not None},
-            "known_wrong": [f"{fault.feature or 'all'}: {fault.reason}" for fault in wrong],
+            "held": held,
+            "changed": changed,
+            "known_wrong": reasons,
         }
     table: dict[str, dict[str, str | None]] = {}
     for host in hosts:
         lacking = [peer for peer in host.peers if installed(peer) is None]
-        table[host.name] = {"not_installed": lacking[0]} if lacking else {
-            feature: _reason(host, feature, here, changes, refusals) for feature in FEATURES
-        }  # fmt: skip
+        if lacking:
+            table[host.name] = {"not_installed": lacking[0]}
+        else:
+            table[host.name] = {feature: _reason(host, feature, here, changes, refusals) for feature in FEATURES}
     return {
         "release": installed("mismatch-ext"),
         "imported": importing,

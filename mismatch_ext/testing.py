@@ -112,18 +112,56 @@ class Problem:
         return self.tree.logprobs(self.behavior).sum(1).exp()
 
 
-# The divergence between two next-token distributions, from their log-probabilities [P, V]; differentiable in the first.
-PREFIX_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "KL(pi||ref)": lambda p, r: (p.exp() * (p - r)).sum(-1),
-    "KL(ref||pi)": lambda p, r: (r.exp() * (r - p)).sum(-1),
-    "E[k2]": lambda p, r: (p.exp() * (p - r) ** 2 / 2).sum(-1),
-    "E[abs]": lambda p, r: (p.exp() * (p - r).abs()).sum(-1),
-    "2 TV": lambda p, r: (p.exp() - r.exp()).abs().sum(-1),
+# Divergences between two next-token distributions, from their log-probabilities [P, V]; differentiable in the first.
+
+
+def _kl(p: Tensor, r: Tensor) -> Tensor:
+    return (p.exp() * (p - r)).sum(-1)
+
+
+def _reverse_kl(p: Tensor, r: Tensor) -> Tensor:
+    return _kl(r, p)
+
+
+def _k2(p: Tensor, r: Tensor) -> Tensor:
+    return (p.exp() * (p - r) ** 2 / 2).sum(-1)
+
+
+def _abs(p: Tensor, r: Tensor) -> Tensor:
+    return (p.exp() * (p - r).abs()).sum(-1)
+
+
+def _twice_tv(p: Tensor, r: Tensor) -> Tensor:
+    return (p.exp() - r.exp()).abs().sum(-1)
+
+
+# The same between whole responses, from the log-probabilities of their tokens [N, T].
+
+
+def _kl_of_responses(p: Tensor, r: Tensor) -> Tensor:
+    return p.sum(1).exp() @ (p.sum(1) - r.sum(1))
+
+
+def _k2_of_responses(p: Tensor, r: Tensor) -> Tensor:
+    return p.sum(1).exp() @ ((p - r) ** 2 / 2).sum(1)
+
+
+def _abs_of_responses(p: Tensor, r: Tensor) -> Tensor:
+    return p.sum(1).exp() @ (p - r).abs().sum(1)
+
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+PREFIX_DIVERGENCES: dict[str, Divergence] = {
+    "KL(pi||ref)": _kl,
+    "KL(ref||pi)": _reverse_kl,
+    "E[k2]": _k2,
+    "E[abs]": _abs,
+    "2 TV": _twice_tv,
 }
-SEQUENCE_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "KL(pi||ref)": lambda p, r: p.sum(1).exp() @ (p.sum(1) - r.sum(1)),
-    "E[k2]": lambda p, r: p.sum(1).exp() @ ((p - r) ** 2 / 2).sum(1),
-    "E[abs]": lambda p, r: p.sum(1).exp() @ (p - r).abs().sum(1),
+SEQUENCE_DIVERGENCES: dict[str, Divergence] = {
+    "KL(pi||ref)": _kl_of_responses,
+    "E[k2]": _k2_of_responses,
+    "E[abs]": _abs_of_responses,
 }
 
 
@@ -217,10 +255,11 @@ def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
     token = candidates[f"KL(pi||ref) of tokens, prefixes of {problem.prefixes}"]
     vanishes = float(expected.gradient.norm()) < ZERO * float(whole.norm())
     matches = [name for name, truth in candidates.items() if off(expected.gradient, truth) < ZERO]
+    cosine = None if vanishes else _figure(_cosine(expected.gradient, whole))
     return KlJudgement(
         value=_figure(expected.value / value - 1),
         responses=_figure(off(expected.gradient, whole)),
-        cos=None if vanishes else _figure(_cosine(expected.gradient, whole)),
+        cos=cosine,
         tokens=_figure(off(expected.gradient, token)),
         std=_figure(expected.std / float(whole.norm())),
         regularizes="0" if vanishes else next(iter(matches), ""),
@@ -243,14 +282,12 @@ def judge_correction(problem: Problem, term: Term, rewards: Tensor) -> Correctio
     truth = torch.autograd.grad(-(problem.tree.logprobs(policy).sum(1).exp() @ rewards), policy)[0]
     expected = moments(problem, term)
     size = float(truth.norm())
-    vanishes = float(expected.gradient.norm()) < ZERO * size
-    cosine = None if vanishes else _cosine(expected.gradient, truth)
-    return CorrectionJudgement(
-        bias=_figure(off(expected.gradient, truth)),
-        cos=None if cosine is None else _figure(cosine),
-        shape=1.0 if cosine is None else _figure(max(0.0, 1 - cosine**2) ** 0.5),
-        std=_figure(expected.std / size),
-    )
+    bias, std = _figure(off(expected.gradient, truth)), _figure(expected.std / size)
+    if float(expected.gradient.norm()) < ZERO * size:
+        return CorrectionJudgement(bias=bias, cos=None, shape=1.0, std=std)
+    cosine = _cosine(expected.gradient, truth)
+    sine = max(0.0, 1 - cosine**2) ** 0.5
+    return CorrectionJudgement(bias=bias, cos=_figure(cosine), shape=_figure(sine), std=std)
 
 
 @pytest.fixture(params=["on-policy", "off-policy"])

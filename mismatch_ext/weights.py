@@ -369,11 +369,12 @@ def judge_prefill(
     status, why = _prefill_status(history, now, seen, changed, comparisons)
     history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
     history = replace(history, updates=history.updates + 1, apart=_still_apart(history.apart, now, seen))
-    remedy = OUTPUT_HEAD if only_the_head_differs(comparisons) else status
-    message = (
-        f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; "
-        f"{dtype} baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(remedy, '')}"
+    remedy = REMEDIES.get(OUTPUT_HEAD if only_the_head_differs(comparisons) else status, "")
+    figures = (
+        f"Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; {dtype} baseline {seen.baseline:.3g}, threshold "
+        f"{seen.threshold:.3g}."
     )
+    message = f"weight update {history.updates}: {status}. {why} {figures} {remedy}"
     return history, _verdict(status, now, seen, message.rstrip())
 
 

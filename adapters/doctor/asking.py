@@ -42,6 +42,11 @@ class ToSample:
         return [list(prompt) for prompt in (self.prompts if self.seen is None else self.seen)]
 
     @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each prompt with its response, if no response ends early."""
+        return [len(prompt) + self.max_tokens for prompt in self.given for _ in range(self.of_each)]
+
+    @property
     def settings(self) -> SamplingSettings:
         """Sampling settings for the records of these responses."""
         return SamplingSettings(temperature=float(self.sampling.get("temperature", 1.0)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,9 +16,9 @@ from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.diagnose import STANDS_OUT, Block, rescored
-from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
+from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.diagnose import STANDS_OUT
+from mismatch_ext.doctor.evidence import Block, Evidence, rescored
 from mismatch_ext.doctor.fits import FLOAT32_UNITS, ROUNDING
 from mismatch_ext.weights import OUTPUT_HEAD
 
@@ -82,14 +82,15 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
     return HiddenStates(rows=rows, blocks=blocks, head=engine.head())
 
 
-def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
-    """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
+def add_blocks(evidence: Evidence, states: HiddenStates, scorer: Scorer) -> None:
+    """Add a comparison block by block to the evidence, if the engine shows its blocks, and a note."""
     blocks, note = alike(scorer, [] if states.missing else compared(scorer, states))
     if not blocks:
         missing = states.missing or note or "the trainer's layers are named otherwise"
-        return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
-    said = "; ".join(filter(None, (summary(blocks), note)))
-    return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {said}")), blocks)
+        evidence.notes.append(f"not compared block by block: {missing}")
+        return
+    evidence.blocks = blocks
+    evidence.notes.append(f"block by block, {'; '.join(filter(None, (summary(blocks), note)))}")
 
 
 def summary(blocks: Sequence[Block]) -> str:
@@ -116,8 +117,10 @@ def compared(scorer: Scorer, states: HiddenStates) -> list[Block]:
     rounding: dict[At, list[Tensor]] = {}
     for ids, parts in zip(states.rows, by_row, strict=True):
         exact = _outputs(scorer.model, blocks, ids, parts)
-        with scorer.cast(scorer.engine_dtype):
-            rounded = _outputs(scorer.model, blocks, ids, parts)
+        rounded = exact
+        if scorer.engine_dtype != torch.float32:
+            with scorer.cast(scorer.engine_dtype):
+                rounded = _outputs(scorer.model, blocks, ids, parts)
         for at, (_, engines) in parts.items():
             if at in exact and engines.shape == exact[at].shape:
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
@@ -235,8 +238,10 @@ def _outputs(
 
         return hook
 
+    # Without the output head, which costs as much as a vocabulary is large.
+    body = getattr(model, "base_model", model)
     with hooked({at: block for at, block in blocks.items() if at in parts}, before, after), torch.no_grad():
-        model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)
+        body(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)
     return outputs
 
 

@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             sides = as_kept(sides, arguments, logged.kept.trainer, host)
             stated["host"] = logged.kept.trainer.get("host", "loop")
         diagnosis = examine_logged(sides, logged, **how)
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said)).for_hosts(
-            hosts_of_log(sides, arguments, stated)
-        )
+        diagnosis.notes += said
+        diagnosis = diagnosis.for_hosts(hosts_of_log(sides, arguments, stated))
     else:
         prompts = prompts_of(arguments, host, sides.model)
         _writable(arguments.out)
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             sides = _as_served(sides, arguments, server, host)
             server.ensure_fits(prompts[: arguments.responses or RESPONSES], asked.max_tokens, sides.sampling)
         diagnosis = examine(sides, prompts, **limits, **how)
-    diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *unlike(arguments.out, sides)))
+    diagnosis.notes += tuple(unlike(arguments.out, sides))
     if not arguments.json:
         say(report(diagnosis))
     settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.diagnose import AFRESH, ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
+from mismatch_ext.doctor.evidence import AFRESH, ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
 
 # Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
+# The same in a quick look.
+QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 16, 8, 16
 # Number of prompts that are sampled again without the prefix cache, if decode differs from prefill and some were in it.
 FRESH_ROWS = 16
 
@@ -46,6 +48,7 @@ def engine_rungs(
     *,
     max_tokens: int,
     same: bool,
+    quick: bool = False,
 ) -> Engine:
     """Measure how a running engine differs from itself.
 
@@ -57,6 +60,7 @@ def engine_rungs(
         prompts: Token ids of each prompt, as the trainer has them.
         max_tokens: Largest number of tokens of a response.
         same: Whether the engine sampled from the trainer's own prompts.
+        quick: Ask it about fewer responses.
 
     Raises:
         MismatchError: The engine refuses a request.
@@ -70,35 +74,47 @@ def engine_rungs(
             prefill=None,
             notes=(note,),
         )
+    most, most_alone, most_neutral = ROWS, ALONE_ROWS, NEUTRAL_ROWS
+    if quick:
+        most, most_alone, most_neutral = QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS
     rungs = []
     if same and _neutral(sides):
         decode, prefill = sample.engine - again.engine, again.engine
     else:
         rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
-        sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
-        first = prompts[:NEUTRAL_ROWS]
         neutral = engine.sample(
-            ToSample(prompts=first, responses=NEUTRAL_ROWS, max_tokens=max_tokens, sampling=sampling)
+            ToSample(
+                prompts=prompts[:most_neutral], responses=most_neutral, max_tokens=max_tokens, sampling=_plain(sides)
+            )
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
     cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
-    rungs.append(Rung.of("engine", DECODE, decode))
-    rows = range(min(ROWS, len(again.responses)))
-    some = _with_tokens(again, list(rows))
-    backwards = engine.score(some.part(range(len(some.responses))[::-1])).part(range(len(some.responses))[::-1])
-    rungs.append(Rung.of("engine", REVERSED, backwards.engine - some.engine))
-    few = _with_tokens(again, list(rows)[:ALONE_ROWS])
-    rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
+    rungs += [Rung.of("engine", DECODE, decode), *_by_batches(engine, again, most, most_alone)]
     found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
     if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():
         return found
-    few_prompts = prompts[:FRESH_ROWS]
-    sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
+    first = prompts[:FRESH_ROWS]
     afresh = engine.sample_afresh(
-        ToSample(prompts=few_prompts, responses=len(few_prompts), max_tokens=max_tokens, sampling=sampling)
+        ToSample(prompts=first, responses=len(first), max_tokens=max_tokens, sampling=_plain(sides))
     )
     fresh = afresh.engine - engine.score(afresh).engine
     return replace(found, rungs=(*rungs, Rung.of("engine", AFRESH, fresh)), afresh=fresh)
+
+
+def _by_batches(engine: ScoresAlone, again: Sample, most: int, most_alone: int) -> Iterator[Rung]:
+    """Yield how far scores move with the order of the requests, and with requests that are alone."""
+    rows = list(range(min(most, len(again.responses))))
+    some = _with_tokens(again, rows)
+    backwards = range(len(some.responses))[::-1]
+    turned = engine.score(some.part(backwards)).part(backwards)
+    yield Rung.of("engine", REVERSED, turned.engine - some.engine)
+    few = _with_tokens(again, rows[:most_alone])
+    yield Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine)
+
+
+def _plain(sides: Run) -> dict[str, Any]:
+    """Return sampling that changes nothing, with the run's seed."""
+    return {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
 
 
 def _neutral(sides: Run) -> bool:

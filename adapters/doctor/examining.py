@@ -7,24 +7,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mismatch_ext.adapters.doctor.asking import ToSample
-from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
-from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
+from mismatch_ext.adapters.doctor.asking import ToSample, sequences
+from mismatch_ext.adapters.doctor.blocks import add_blocks, hidden_states
+from mismatch_ext.adapters.doctor.configs import differences, engines_own
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.hosts import RESPONSES
-from mismatch_ext.adapters.doctor.progress import Progress
+from mismatch_ext.adapters.doctor.progress import QUICK, WHOLE, Progress, of_log
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from mismatch_ext.adapters.placeholders import placeholders_of
 
-from mismatch_ext.doctor.diagnose import LEAST_TOKENS, SAMPLED
+from mismatch_ext.doctor.diagnose import OPEN, SAMPLED
+from mismatch_ext.doctor.evidence import LEAST_TOKENS
+from mismatch_ext.doctor.logged_trainer import compare_logged
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
-    from mismatch_ext.doctor import Diagnosis, Sample
-    from mismatch_ext.doctor.diagnose import Engine
+    from mismatch_ext.doctor import Diagnosis, Evidence, Sample
+    from mismatch_ext.doctor.evidence import Engine
     from mismatch_ext.doctor.logged import Logged
     from mismatch_ext.doctor.sample import Floats
 
@@ -79,8 +81,7 @@ def examine(
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
     from mismatch_ext.adapters.transformers.scoring import logits_width
 
-    from mismatch_ext.doctor import Sample, rescored
-    from mismatch_ext.doctor.diagnose import distance, farther, other_model, request_or_engine, with_heads
+    from mismatch_ext.doctor import conclude
 
     model = load_model(sides.model, config=sides.trainer_config)
     if responses is None:
@@ -92,9 +93,9 @@ def examine(
     # If the engine uses another number of experts per token, its routes cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
     asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
-    with Progress("doctor") as rung:
+    with Progress("doctor", QUICK if quick else WHOLE) as rung:
         rung("engine")
-        engine = sides.start(shape)
+        engine = sides.start(shape, _lengths(asked, longest if far else 0))
         notes: tuple[str, ...] = ()
         if isinstance(engine, ReadBack):
             sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
@@ -105,37 +106,58 @@ def examine(
             rung("engine again")
             again = engine.score(sample)
             rung("engine's own noise")
-            rungs = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
+            rungs = engine_rungs(
+                engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None, quick=quick
+            )
             states = hidden_states(engine, sample)
             long = _far(engine, asked, longest if far else 0)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
-        diagnosis, scorer = _diagnosed(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *notes))
-        if isinstance(engine, ReadBack):
-            diagnosis = with_heads(diagnosis, sample, scorer.scores, engine.reading.head_dtype)
-        if isinstance(engine, ServedEngine):
-            diagnosis = replace(diagnosis, notes=(*engine.notes(sides.model, sample), *diagnosis.notes))
-            if diagnosis.verdict in ("partly", "unexplained"):
-                diagnosis = other_model(diagnosis, distance(again, scorer.rescored(again)))
-        try:
-            diagnosis = _confirmed(diagnosis, sides, sample, again, scorer, rung)
-        except MismatchError as error:
-            # The diagnosis is valid without the remedy.
-            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, f"the remedy could not be tried: {error}"))
-        if diagnosis.verdict in ("partly", "unexplained"):
-            diagnosis = request_or_engine(diagnosis, *rescored(again, scorer.rescored(again)))
+        evidence, scorer = _gathered(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
+        evidence.notes += notes
+        evidence.longest = longest
+        evidence.configs = differences(sides)
+        _ask_again(evidence, engine, sides, again, scorer, rung)
         rung("blocks")
-        diagnosis = with_blocks(diagnosis, states, scorer)
-        if isinstance(long, Sample):
-            diagnosis = farther(diagnosis, long, scorer.rescored(long), longest)
-        elif long:
-            diagnosis = replace(
-                diagnosis, notes=(*diagnosis.notes, f"responses of up to {longest} tokens were not looked at: {long}")
-            )
-        diagnosis = with_configs(replace(diagnosis, longest=longest), sides)
-        return replace(diagnosis, seconds=rung.ended())
+        add_blocks(evidence, states, scorer)
+        _look_farther(evidence, long, scorer, longest)
+        evidence.seconds = rung.ended()
+        return conclude(evidence)
+
+
+def _ask_again(
+    evidence: Evidence, engine: DoctorsEngine, sides: Run, again: Sample, scorer: Scorer, rung: Callable[[str], None]
+) -> None:
+    """Add what the engine says of itself and of the same tokens as a prompt, and what remedies do."""
+    from mismatch_ext.doctor import conclude, rescored
+    from mismatch_ext.doctor.evidence import distance
+
+    if isinstance(engine, ReadBack):
+        evidence.engine_head = engine.reading.head_dtype
+    if isinstance(engine, ServedEngine):
+        evidence.notes += engine.notes(sides.model, evidence.sample)
+        if conclude(evidence).verdict in OPEN:
+            evidence.distance = distance(again, scorer.rescored(again))
+    try:
+        _try_remedies(evidence, sides, again, scorer, rung)
+    except MismatchError as error:
+        # What is known is valid without the remedy.
+        evidence.notes.append(f"the remedy could not be tried: {error}")
+    if conclude(evidence).verdict in OPEN:
+        evidence.prompt = rescored(again, scorer.rescored(again))
+
+
+def _look_farther(evidence: Evidence, long: Sample | str, scorer: Scorer, longest: int) -> None:
+    """Add the errors of responses of the run's whole length to a clean verdict, or why there are none."""
+    from mismatch_ext.doctor import conclude
+    from mismatch_ext.doctor.evidence import Later
+
+    if isinstance(long, str):
+        if long:
+            evidence.notes.append(f"responses of up to {longest} tokens were not looked at: {long}")
+    elif conclude(evidence).verdict == "clean":
+        evidence.later = Later.of(long, scorer.rescored(long))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -155,11 +177,10 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RoutingError: The routes do not fit the model.
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
-    from mismatch_ext.adapters.transformers.doctor.run_pass import with_run_pass
     from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
 
+    from mismatch_ext.doctor import conclude
     from mismatch_ext.doctor.logged import of_nearest
-    from mismatch_ext.doctor.logged_trainer import against_logged
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
@@ -174,7 +195,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     notes: tuple[str, ...] = ()
-    with Progress("doctor") as rung:
+    with Progress("doctor", of_log(QUICK if quick else WHOLE)) as rung:
         if len(logged.versions) > 1:
             rung("weight versions")
             logged, notes = of_nearest(
@@ -192,24 +213,46 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         own = logged.trainer(sample)
         # Of rows that a run has kept, it is known that these are its trainer's, and how that computed.
         computed = own if logged.kept is not None and own is not None and np.isfinite(own).all() else None
-        diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick, computed=computed)
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
+        evidence, scorer = _gathered(sides, model, sample, rung, seed=seed, quick=quick, computed=computed)
+        evidence.notes += (logged.said(shape is not None), *notes)
         if computed is not None:
-            rung("run's own pass")
-            width = max(response.kept.width for response in logged.responses if response.kept is not None)
-            diagnosis = with_run_pass(diagnosis, scorer, computed, replays=sides.replays, prompt_width=width)
-            if diagnosis.verdict == "partly" and any(cause.key == "layout" for cause in diagnosis.causes):
-                step = logged.responses[0].step
-                unlike = f"or --model is another checkpoint: these rows were scored by the weights after step {step}"
-                diagnosis = replace(diagnosis, notes=(*diagnosis.notes, unlike))
+            _try_run_pass(evidence, logged, computed, scorer, rung, replays=sides.replays)
         elif own is not None:
             rung("log's trainer")
-            stated, late = known.get("temperature"), logged.scored_late
-            diagnosis = against_logged(diagnosis, sample, scorer.scores, own, stated, scored_late=late)
+            evidence.logged = compare_logged(
+                sample, scorer.scores, own, known.get("temperature"), scored_late=logged.scored_late
+            )
         elif any(response.trainer_logprobs for response in logged.responses):
             copied = "trainer_logprobs are the engine's to the last bit, as a bypass mode copies them: not compared"
-            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, copied))
-        return replace(diagnosis, seconds=rung.ended())
+            evidence.notes.append(copied)
+        evidence.seconds = rung.ended()
+        return conclude(evidence)
+
+
+def _try_run_pass(
+    evidence: Evidence,
+    logged: Logged,
+    computed: Floats,
+    scorer: Scorer,
+    rung: Callable[[str], None],
+    *,
+    replays: bool,
+) -> None:
+    """Add what a run's own pass does otherwise than a plain one, if it differs beyond rounding."""
+    from mismatch_ext.adapters.transformers.doctor.run_pass import try_run_pass
+
+    from mismatch_ext.doctor import conclude
+
+    if not any(cause.key == "layout" for cause in conclude(evidence).causes):
+        return
+    rung("run's own pass")
+    width = max(response.kept.width for response in logged.responses if response.kept is not None)
+    evidence.run_pass = try_run_pass(scorer, computed, replays=replays, prompt_width=width)
+    found = conclude(evidence)
+    if found.verdict == "partly" and any(cause.key == "layout" for cause in found.causes):
+        step = logged.responses[0].step
+        unlike = f"or --model is another checkpoint: these rows were scored by the weights after step {step}"
+        evidence.notes.append(unlike)
 
 
 def size_quickly(vocabulary: int | None, max_tokens: int, *, shortened: bool) -> tuple[int, int]:
@@ -252,7 +295,7 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
         )
 
 
-def _diagnosed(
+def _gathered(
     sides: Run,
     model: Any,
     sample: Sample,
@@ -262,13 +305,13 @@ def _diagnosed(
     seed: int,
     quick: bool,
     computed: Floats | None = None,
-) -> tuple[Diagnosis, Scorer]:
+) -> tuple[Evidence, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
     from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
-    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
+    from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
-    from mismatch_ext.doctor import diagnose
+    from mismatch_ext.doctor import gather
 
     rung("trainer")
     left_out = sides.layout == "packed" and mixes_packed(model)
@@ -284,19 +327,27 @@ def _diagnosed(
         head=sides.head,
         attention=sides.attention,
         computed=computed,
+        # What another layout would do says nothing about this run.
+        layouts=(sides.layout,) if quick else LAYOUTS,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
-    diagnosis = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
-    notes = list(diagnosis.notes)
+    evidence = gather(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
     if left_out:
-        notes.append(
+        evidence.notes.append(
             "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
         )
     if not quick and not attends_by_torch(model):
-        notes.append("not tried, because this model needs eager attention: another scale of attention, an fp8 KV cache")
-    return replace(diagnosis, notes=tuple(notes)), scorer
+        untried = "another scale of attention, an fp8 KV cache"
+        evidence.notes.append(f"not tried, because this model needs eager attention: {untried}")
+    return evidence, scorer
+
+
+def _lengths(asked: ToSample, longest: int) -> list[int]:
+    """Return the lengths of the sequences that an engine holds at a time, in tokens: those of the sample, or of `_far`."""
+    far = [len(prompt) + longest for prompt in asked.given[:FAR_ROWS]]
+    return max(asked.lengths, far, key=sum)
 
 
 def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
@@ -312,38 +363,37 @@ def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
         return str(error)
 
 
-def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:
-    """Return the diagnosis after the remedies of the named causes were tried together on the same tokens."""
-    from mismatch_ext.doctor import rescored
+def _try_remedies(evidence: Evidence, sides: Run, again: Sample, scorer: Scorer, rung: Callable[[str], None]) -> None:
+    """Try the remedies of the named causes together, on the same tokens."""
+    from mismatch_ext.doctor import Tried, conclude, rescored
 
-    families = {cause.family for cause in diagnosis.mendable if cause.family in (*SAMPLED, *MENDED)}
-    if not families:
-        return diagnosis
-    if families & set(MENDED) and sides.server is not None:
-        keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
-        note = (
+    mendable = conclude(evidence).mendable
+    families = {cause.family for cause in mendable if cause.family in (*SAMPLED, *MENDED)}
+    by_a_start = families & set(MENDED)
+    keys = ", ".join(cause.key for cause in mendable if cause.family in MENDED)
+    if by_a_start and sides.server is not None:
+        evidence.notes.append(
             f"to confirm {keys} takes a start of the engine without it, which a server is not given: it stays a fit; start it so "
             "and ask again, or give --engine in the place of --server"
         )
-        return replace(diagnosis, notes=(*diagnosis.notes, note))
-    taken = [key for family in families for key in MENDED.get(family, ())]
-    mended = sides.mended(taken)
-    if families & set(MENDED) and mended == sides:
-        keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
-        note = (
+        return
+    mended = sides.mended([key for family in by_a_start for key in MENDED[family]])
+    if by_a_start and mended == sides:
+        evidence.notes.append(
             f"{keys}: no start of the engine can confirm or refute it, because the engine already serves --model's own folder "
             "without a setting to take out. The weights or the code of one side cause it"
         )
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
-        families -= set(MENDED)
-        if not families:
-            return diagnosis
+        families -= by_a_start
+        by_a_start = set()
+    if not families:
+        return
     rung("remedy")
-    if families & set(MENDED):
-        engine = mended.start(scorer.shape)
+    if by_a_start:
+        sample = evidence.sample
+        engine = mended.start(scorer.shape, [len(ids) for ids in sequences(sample)])
         try:
             again = engine.score(sample)
         finally:
             engine.shutdown()
     left, after = rescored(again, scorer.rescored(again))
-    return diagnosis.confirmed(families, left, after)
+    evidence.remedies.append(Tried(families=families, left=left, after=after))

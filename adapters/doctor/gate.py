@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -15,8 +16,9 @@ import torch
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import alike, compared, equal_shares, hidden_states
 from mismatch_ext.adapters.doctor.command import host_of, prompts_of
+from mismatch_ext.adapters.doctor.examining import size_quickly
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
-from mismatch_ext.adapters.doctor.progress import Progress
+from mismatch_ext.adapters.doctor.progress import GATE, Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from torch import Tensor, nn
@@ -67,9 +69,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batches", metavar="N", type=int, default=BATCHES, help=f"batches, each after an update (default: {BATCHES})"
     )
     tokens.add_argument(
-        "--responses", metavar="N", type=int, default=RESPONSES, help=f"of each batch (default: {RESPONSES})"
+        "--responses", metavar="N", type=int, help=f"of each batch (default: {RESPONSES}, or fewer with --quick)"
     )
-    tokens.add_argument("--quick", action="store_true", help=f"{QUICK} batches")
+    tokens.add_argument(
+        "--quick", action="store_true", help=f"{QUICK} batches, which are smaller for a large vocabulary"
+    )
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--exact", action="store_true", help="pass only if both sides agree to the last bit")
     answer.add_argument("--json", metavar="FILE", type=folder, help="write the figures to this file, too")
@@ -90,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--batches: {batches} is not allowed; allowed: >= 1.")
     ensure_checkpoint("--model", asked.run.model)
     prompts = prompts_of(arguments, host, asked.run.model)
-    with Progress("gate") as rung:
+    with Progress("gate", GATE) as rung:
         gate = gated(
             asked.run, prompts, rung, batches=batches, responses=arguments.responses, max_tokens=asked.max_tokens,
-            exact=arguments.exact,
+            exact=arguments.exact, quick=arguments.quick, shortened=arguments.max_tokens is None,
         )  # fmt: skip
     if arguments.json is not None:
         write_whole(arguments.json, (json.dumps(gate.data(), indent=1) + "\n").encode(), make_folder=True)
@@ -107,9 +111,11 @@ def gated(
     rung: Progress,
     *,
     batches: int,
-    responses: int,
+    responses: int | None,
     max_tokens: int,
     exact: bool = False,
+    quick: bool = False,
+    shortened: bool = False,
 ) -> Gate:
     """Send the weights to a run's engine before each batch, sample, and measure how far engine and trainer are apart.
 
@@ -118,40 +124,42 @@ def gated(
         prompts: Token ids of each prompt; they are used in turn.
         rung: Is told what is being done.
         batches: Number of batches.
-        responses: Number of responses of each batch.
+        responses: Number of responses of each batch; None takes `RESPONSES`, or with `quick` what `size_quickly` says.
         max_tokens: Largest number of tokens of a response.
         exact: Ask for equality to the last bit.
+        quick: Sample less of a large vocabulary.
+        shortened: Whether `quick` may cut responses, too.
     """
     began = perf_counter()
-    rung(f"start of {sides.engine}")
+    rung("engine", f"start of {sides.engine}")
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
+    from mismatch_ext.adapters.transformers.scoring import logits_width
 
     model = load_model(sides.model, config=sides.trainer_config)
+    if responses is None:
+        responses = RESPONSES
+        if quick:
+            affordable, max_tokens = size_quickly(logits_width(model), max_tokens, shortened=shortened)
+            responses = min(RESPONSES, -(-affordable // batches))
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
-    engine = cast("TakesWeights", sides.start(routing_shape(model)))
+    lengths = [len(prompt) + max_tokens for prompt in islice(cycle(prompts), responses)]
+    engine = cast("TakesWeights", sides.start(routing_shape(model), lengths))
     notes: tuple[str, ...] = ()
     if isinstance(engine, ReadBack):
         sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
-    samples = []
     try:
-        for number in range(batches):
-            rung(f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
-            engine.update(model)
-            some = [prompts[(number * responses + at) % len(prompts)] for at in range(min(responses, len(prompts)))]
-            name = SEEDS[sides.engine]
-            sampling = {**sides.sampling, name: int(sides.sampling.get(name, 0)) + number * 2**16}
-            samples.append(
-                engine.sample(ToSample(prompts=some, responses=responses, max_tokens=max_tokens, sampling=sampling))
-            )
-        rung("blocks of the engine")
+        samples = _sampled_batches(
+            engine, model, sides, prompts, rung, batches=batches, responses=responses, max_tokens=max_tokens
+        )
+        rung("engine's blocks")
         states = hidden_states(engine, samples[-1])
     finally:
         engine.shutdown()
     sample = Sample.joined(samples)
-    rung(f"trainer's pass over {len(sample.row):,} tokens")
+    rung("trainer", f"trainer's pass over {len(sample.row):,} tokens")
     trainer = _trainers(model, sides, sample)
-    rung("float32 oracle")
+    rung("oracle", "float32 oracle")
     scorer = Scorer(
         model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature,
         trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, attention=sides.attention,
@@ -170,7 +178,7 @@ def gated(
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
     if "float32" in (sides.dtype, sides.trainer_dtype):
         looked.append(f"rounding to float32 moves this model by {scorer.scores.float32_error:.2g} nats per token")
-    rung("blocks of the trainer")
+    rung("trainer's blocks")
     blocks, left_out = alike(scorer, compared(scorer, states))
     return measured(
         sample,
@@ -185,6 +193,30 @@ def gated(
         looked=[*looked, *([f"blocks: {left_out}"] if left_out and not exact else [])],
         exact=exact,
     )
+
+
+def _sampled_batches(
+    engine: TakesWeights,
+    model: nn.Module,
+    sides: Run,
+    prompts: Sequence[Sequence[int]],
+    rung: Progress,
+    *,
+    batches: int,
+    responses: int,
+    max_tokens: int,
+) -> list[Sample]:
+    """Send the weights before each batch, and sample it."""
+    samples = []
+    seed = SEEDS[sides.engine]
+    for number in range(batches):
+        rung("batches", f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
+        engine.update(model)
+        some = [prompts[(number * responses + at) % len(prompts)] for at in range(min(responses, len(prompts)))]
+        sampling = {**sides.sampling, seed: int(sides.sampling.get(seed, 0)) + number * 2**16}
+        asked = ToSample(prompts=some, responses=responses, max_tokens=max_tokens, sampling=sampling)
+        samples.append(engine.sample(asked))
+    return samples
 
 
 def _trainers(model: nn.Module, sides: Run, sample: Sample) -> Floats:

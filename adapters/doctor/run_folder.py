@@ -10,7 +10,7 @@ from typing import Any
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.log_reading import METRICS_FILE, read_run
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.rollout import SamplingSettings
 
@@ -22,8 +22,6 @@ def unlike(out: Path, sides: Run) -> tuple[str, ...]:
         out: The folder; if it holds no run, or one that cannot be read, there is no note.
         sides: The run that was examined.
     """
-    if not (out / METRICS_FILE).is_file():
-        return ()
     try:
         header = read_run(out).header
     except RunDirectoryError:

@@ -79,11 +79,12 @@ class Run:
     head: str = ""
     attention: str = ""
 
-    def start(self, shape: RoutingShape | None) -> DoctorsEngine:
+    def start(self, shape: RoutingShape | None, lengths: Sequence[int] = ()) -> DoctorsEngine:
         """Start the engine of this run, or connect to its server.
 
         Args:
             shape: Shape of the routes that the engine is to record; None for a model without experts.
+            lengths: Number of tokens of each sequence that the engine has to hold at a time; empty if that is not known.
         """
         if self.server is not None:
             from mismatch_ext.adapters.doctor.server import connect, engine_of
@@ -101,7 +102,7 @@ class Run:
                 return SglangEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)
             from mismatch_ext.adapters.vllm.doctor import VllmEngine
 
-            return VllmEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments)
+            return VllmEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments, lengths=lengths)
 
     def mended(self, settings: Sequence[str]) -> Run:
         """Return the run with the trainer's own checkpoint in the engine, and without some of the engine's arguments.

@@ -16,10 +16,10 @@ from mismatch_ext.adapters.http import brief
 from mismatch_ext.adapters.sglang.answers import ROUTES_FLAG
 from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, PrecisionConfig, section_of
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import LOGPROBS_MODE, PrecisionPolicy, canonical, spelled
+from mismatch_ext.precision.dtypes import LOGPROBS_MODE, canonical, spelled
 from mismatch_ext.versions import PEERS
 
 BYPASSING = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
@@ -141,11 +141,11 @@ def check_server(
         PrecisionError: `trainer_dtype` is not a compute dtype.
     """
     reading = read_server(info, original_logprobs=original_logprobs)
-    policy = (
-        PrecisionPolicy(canonical(trainer_dtype)) if config.precision is None else PrecisionPolicy.of(config.precision)
-    )
+    precision = config.precision
+    if precision is None:
+        precision = section_of(PrecisionConfig, canonical(trainer_dtype), "trainer_dtype", "dtype")
     routing = config.routing is not None and config.routing.mode == "R3" if needs_routing is None else needs_routing
-    problems = [*_version_and_precision(reading, policy), *_settings(info, policy, sends_all_weights)]
+    problems = [*_version_and_precision(reading, precision), *_settings(info, precision, sends_all_weights)]
     if routing:
         problems += routing_problems(info)
     notes = []
@@ -162,32 +162,32 @@ def check_server(
     return ServerVerdict(version=reading.version, problems=tuple(problems), notes=tuple(notes))
 
 
-def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> list[ServerProblem]:
+def _version_and_precision(reading: EngineReading, precision: PrecisionConfig) -> list[ServerProblem]:
     """Return what differs from the trainer in version, dtypes, quantization or the kind of log-probabilities."""
     peer, problems = PEERS["sglang"], _Problems()
     if not peer.accepts(reading.version):
         why = "Formats and the kind of log-probabilities differ between versions."
         install = f"pip install sglang=={peer.ran[-1]}"
         problems.add("version", reading.version, allowed=peer.supports, flag=install, why=why)
-    if reading.model_dtype != policy.dtype:
+    if reading.model_dtype != precision.dtype:
         why = "Trainer and server then compute different log-probabilities, and weight updates are cast without a word."
         if reading.model_dtype == "auto":
             why = "SGLang's 'auto' turns a float32 checkpoint into float16, and what it became is not reported."
-        problems.add("dtype", reading.model_dtype, allowed=policy.dtype, flag=f"--dtype {policy.dtype}", why=why)
-    if reading.kv_cache_dtype not in policy.kv_cache_dtypes:
+        problems.add("dtype", reading.model_dtype, allowed=precision.dtype, flag=f"--dtype {precision.dtype}", why=why)
+    if reading.kv_cache_dtype not in precision.kv_cache_dtypes:
         why = "Another cache dtype rounds keys and values that the trainer does not."
-        allowed = " or ".join(policy.kv_cache_dtypes)
-        flag = f"--kv-cache-dtype {policy.kv_cache or 'auto'}"
+        allowed = " or ".join(precision.kv_cache_dtypes)
+        flag = f"--kv-cache-dtype {precision.engine_kv_cache or 'auto'}"
         problems.add("kv_cache_dtype", reading.kv_cache_dtype, allowed=allowed, flag=flag, why=why)
-    if reading.quantization != policy.quantization:
+    if reading.quantization != precision.engine_weights:
         flag = "leave out --quantization, --torchao-config and --modelopt-quant"
         why = "Quantized weights are not the trainer's."
-        if policy.quantization is not None:
-            flag = f"--quantization {policy.quantization}"
+        if precision.engine_weights is not None:
+            flag = f"--quantization {precision.engine_weights}"
             why = "mismatch.precision.engine_weights asks for it."
-        found, allowed = reading.quantization or "none", policy.quantization or "none"
+        found, allowed = reading.quantization or "none", precision.engine_weights or "none"
         problems.add("quantization", found, allowed=allowed, flag=flag, why=why)
-    if policy.head not in (None, reading.head_dtype):
+    if precision.head not in (None, reading.head_dtype):
         why = "mismatch.precision.head asks for an output head in float32."
         problems.add("enable_fp32_lm_head", "false", allowed="true", flag="--enable-fp32-lm-head", why=why)
     if reading.logprobs_mode != LOGPROBS_MODE:
@@ -196,7 +196,7 @@ def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> l
     return problems.found
 
 
-def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weights: bool) -> list[ServerProblem]:
+def _settings(info: Mapping[str, Any], precision: PrecisionConfig, sends_all_weights: bool) -> list[ServerProblem]:
     """Return settings under which the server runs another model, loses updates, or computes other values."""
     problems = _Problems()
     preferred = info.get("preferred_sampling_params")
@@ -204,7 +204,7 @@ def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weight
         name, why = "preferred_sampling_params", "They fill in what a request leaves out, and no record has them."
         problems.add(name, preferred, allowed="none", flag="leave out --preferred-sampling-params", why=why)
     override = info.get("json_model_override_args")
-    only_quantizes = policy.quantization is not None and _says_only_format(override, policy.quantization)
+    only_quantizes = precision.engine_weights is not None and _says_only_format(override, precision.engine_weights)
     if _given(override) and not only_quantizes:
         why = "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."
         flag = "leave out --json-model-override-args"
@@ -220,8 +220,8 @@ def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weight
         why = "SGLang refuses weight updates from tensors to several replicas; run a server for each."
         problems.add("dp_size", replicas, allowed="1", flag="--dp-size 1", why=why)
     target = info.get("rl_on_policy_target")
-    if target is not None and policy.dtype != "bfloat16":
-        why = f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {policy.dtype}."
+    if target is not None and precision.dtype != "bfloat16":
+        why = f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {precision.dtype}."
         problems.add("rl_on_policy_target", target, allowed="none", flag="leave out --rl-on-policy-target", why=why)
     bounded = "enable_decoder_swa_bounded_replay"
     if info.get(bounded) is True:

@@ -19,12 +19,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from mismatch_ext.alarms import AlarmState, rules_of
+from mismatch_ext.banner import alarm_lines, run_info, section_lines
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, run_info, section_lines
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import LrControl
+from mismatch_ext.metrics_file import ensure_writable, run_folder
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.states import to_json
 from mismatch_ext.terminal import say_in_run
@@ -42,7 +44,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
 
     It sees only what the trainer logs, after each step. So a surge of response lengths counts from the next step on. Its state
     is saved in the trainer's checkpoints, and resumed from them. The applied rate and the multiplier are in the trainer's history
-    and in `metrics.jsonl`. W&B and TensorBoard are called before this callback: they get the schedule's own `learning_rate`.
+    and in `metrics-*.jsonl`. W&B and TensorBoard are called before this callback: they get the schedule's own `learning_rate`.
 
     Args:
         mismatch: The block as a mapping, a JSON or YAML string, or the path of a JSON or YAML file.

@@ -118,26 +118,6 @@ def _stand_in(trainer: Any, logps: Tensor) -> Any:
     return stand_in
 
 
-def depends_on(trainer: Any, inputs: Mapping[str, Any], key: str) -> bool:
-    """Tell whether an input changes TRL's own loss of a batch or its slope, in made-up log-probabilities near the batch's own."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for given in (dict(inputs), {name: value for name, value in inputs.items() if name != key}):
-        mask = inputs["completion_mask"]
-        waves = torch.sin(torch.arange(mask.numel(), dtype=torch.float32, device=mask.device)).view(mask.shape)
-        near = inputs.get("old_per_token_logps")
-        logps = (0.1 * waves - 1 if near is None else near.float() + 0.1 * waves).requires_grad_()
-        try:
-            with torch.enable_grad():
-                stand_in = _stand_in(trainer, logps)
-                stand_in.top_entropy_quantile = 1.0  # all entropies are equal here
-                loss = GRPOTrainer._compute_loss(stand_in, trainer.model, given)
-                found.append((loss.detach(), torch.autograd.grad(loss, logps)[0]))
-        except Exception:  # noqa: BLE001 - whatever it is, the loss does not go on as it did
-            return True
-    (loss, slope), (loss_without, slope_without) = found
-    return not (torch.equal(loss, loss_without) and torch.equal(slope, slope_without))
-
-
 def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
     probe = dict(inputs)
     probe["advantages"] = zero[:, 0]

@@ -11,28 +11,24 @@ classes do the same with a config that does not act, such as `mismatch={}`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
-from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.bad_rows import mask_of
-from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import phantom
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import Gap, ResumeCallback
+from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.lora import check_base, check_tied
-from mismatch_ext.adapters.trl.measured import MeasuredRun
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.refusals import TRAINERS, check_device, check_peers, check_reference, refuse
+from mismatch_ext.adapters.trl.refusals import TRAINERS, check_device, check_peers, refuse
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
@@ -104,11 +100,14 @@ class Noted(CheckedGeneration):
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
         """Add to a list what is generated in a block, which all ranks enter."""
-        with overridden(self, _kept=records, _refused=None, lacks_records=False):
+        self._kept, self._refused, self.lacks_records = records, None, False
+        try:
             yield
+        finally:
+            self._kept = self._refused = None
 
 
-class Attached(MeasuredRun):
+class Attached(TrainerRun):
     """The measurement of one trainer, which changes nothing of its training.
 
     Args:
@@ -130,15 +129,9 @@ class Attached(MeasuredRun):
         self._batch: RolloutPass | None = None
         self.checks.at(lambda: self.step)
         self._check_settings()
-        if trainer.use_vllm:
-            self.find_engine()
-        self.audit()
-        with self.checks.checking("attention"), together(self.ranks):
-            self.warn_of_attention(trainer._tokenizer)
-        if trainer.use_vllm:
-            self._wrap_engine()
+        trainer.add_callback(ResumeCallback(self))
+        self.begin()
         self._wrap_trainer()
-        self.alarms.install(trainer)
         self.log.announce()
 
     @property
@@ -153,11 +146,6 @@ class Attached(MeasuredRun):
             stitches = any(getattr(trainer, name, None) for name in ("tools", "rollout_func"))
             server = trainer.args.vllm_mode == "server"
             check_peers(type(trainer), self.block, use_vllm=trainer.use_vllm, server=server, stitches=stitches)
-        with self.checks.checking("sampling"):
-            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self.log.sampled_with(self.sampling)
-        with self.checks.checking("reference"):
-            check_reference(trainer.accelerator, trainer.ref_model is not None)
         if trainer.use_vllm and is_peft_model(trainer.model):
             with self.checks.checking("lora"):
                 check_base(trainer.model)
@@ -168,26 +156,22 @@ class Attached(MeasuredRun):
                 self.check_sharding()
                 self.proves = True
 
-    def _wrap_engine(self) -> None:
-        """Take the place of the engine wrapper's methods, and note the gap before the first weight update."""
-        vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
-        self.checked = Noted(self, vocabulary=vocabulary)
-        self.checked.begin()
-        self.look_at_vocabulary(vocabulary)
-        with self.checks.checking("precision"), together(self.ranks):
-            self.warn_of_one_sided_head(vocabulary)
+    def wrapped_engine(self, vocabulary: Tensor) -> Noted:
+        """Return the engine behind checks of its weights and rollouts."""
+        return Noted(self, vocabulary=vocabulary)
 
     def _wrap_trainer(self) -> None:
-        """Take the place of the trainer's methods."""
-        trainer = self.trainer
-        trainer.add_callback(ResumeCallback(self))
-        self._plain_generate, self._plain_score = trainer._generate, trainer._generate_and_score_completions
-        self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
-        self._plain_save = trainer._save_checkpoint
+        """Put methods of ours around the trainer's, which they take first."""
+        ours: dict[str, Callable[..., Any]] = {
+            "log": self.logged,
+            "train": self.train,
+            "evaluate": self.evaluate,
+            "_save_checkpoint": self.save,
+        }
         if self.checked is not None:
-            trainer._generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
-        trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
-        trainer._save_checkpoint = self._save_checkpoint
+            ours |= {"_generate": self.generated, "_generate_and_score_completions": self.make_batch}
+        for name, method in ours.items():
+            setattr(self.trainer, name, partial(method, getattr(self.trainer, name)))
 
     def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
@@ -196,23 +180,23 @@ class Attached(MeasuredRun):
 
     # A batch.
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.generated(self._plain_generate, *args, **kwargs)
-
-    def _generate_and_score(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def make_batch(self, host: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Generate and score as TRL does, then measure the gap."""
         split, batch, checked = self.split, RolloutPass(), self.checked
         assert isinstance(checked, Noted)
         with self.checks.checking("sampling"), together(self.ranks):
             self.follow_sampling()
-        with overridden(self, _batch=batch), checked.keeping(batch.records):
-            output: dict[str, Any] = self._plain_score(*args, **kwargs)
-            lacks_records = checked.lacks_records
+        self._batch = batch
+        try:
+            with checked.keeping(batch.records):
+                output = host(*args, **kwargs)
+        finally:
+            self._batch = None
         records = None
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
         with together(self.ranks), self.checks.checking("records"), self.log.refusing(split, held):
-            if not lacks_records:
+            if not checked.lacks_records:
                 records = self.check_records(output, batch, bad)
         with self.checks.checking("gap"):
             gap = self._gap(split, output, records, bad)
@@ -233,18 +217,12 @@ class Attached(MeasuredRun):
                 rollout = self._recorded(records, mask)
             bad.add_non_finite("rollout_logprobs", rollout, mask)
             bad.add_non_finite("old_logprobs", old, mask)
-            mask = mask_of(output, bad)
             held = self.evidence_of(output, rollout)
             held.trainer = old
-            held.routes = None if records is None else [None if one is None else one.routing for one in records]
             self.log.count_bad_rows(split, bad, held)
-            good = mask.bool()
-            old, rollout = torch.where(good, old, 0.0), torch.where(good, rollout, 0.0)
-            with self.log.holding(split, held):
-                self.log.observe(split, old=old, rollout=rollout, mask=good)
-            if (ratio := output.get("importance_sampling_ratio")) is not None:
-                self.log.mask(split, ratio, mask)
-        return old, rollout, good
+            gap = self.measure_gap(output, old, rollout, records, bad, held)
+            self.note_weights(output, gap[2])
+        return gap
 
     def _recorded(self, records: Sequence[RolloutRecord | None] | None, mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them."""
@@ -264,20 +242,3 @@ class Attached(MeasuredRun):
         reshard(trainer.accelerator.unwrap_model(trainer.model))  # FSDP2 keeps whole weights for a backward pass
         forget_order(trainer.accelerator)
         return logprobs
-
-    # The run.
-
-    def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self.logged(self._plain_log, logs, *args, **kwargs)
-
-    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self.training(resume_from_checkpoint):
-            return self._plain_train(resume_from_checkpoint, *args, **kwargs)
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self.evaluation(str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))):
-            return self._plain_evaluate(*args, **kwargs)
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        self.save(trial)
-        self._plain_save(model, trial, *args, **kwargs)

@@ -11,26 +11,29 @@ stay as they are. A row's head is found by the row's tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.accelerate.sharded import is_sharded
-from mismatch_ext.adapters.trl.aggregation import read_weights
+from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.trl.refusals import Row
-from mismatch_ext.adapters.trl.rows import STEPS, RowKey, Rows, of_newest_steps, row_key, row_keys, rows_of_batch
+from mismatch_ext.adapters.trl.rows import STEPS, Rows, RowTable, find_in, row_key, row_keys, rows_of_batch
 from mismatch_ext.adapters.vllm.heads import expect_top_k
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.centering import SAMPLER_BIAS, TokenHead, TopTokens, padded_heads, projected_terms
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError
 from mismatch_ext.patching import Patch
 from mismatch_ext.presets import resolve
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.run import TrlRun
 
 
 def is_on(block: MismatchConfig) -> bool:
@@ -46,11 +49,6 @@ _OF_ONE_TOKEN = "the expected score of a token would need more than the engine's
 
 # `s` is TRL's configuration, with all settings final.
 SETTINGS = (
-    Row(
-        "correction", "mismatch.correction.centering with vllm_mode={s.vllm_mode!r}",
-        _centers_and(lambda s: s.vllm_mode != "colocate"),
-        "how many log-probabilities the server was started for is not read back", "allowed: vllm_mode='colocate'",
-    ),
     Row(
         "correction", "mismatch.correction.centering with mismatch.sampling_mask",
         lambda s, b: is_on(b) and b.sampling_mask is not None,
@@ -89,24 +87,29 @@ class EngineHeads:
 
     Args:
         top_k: How many.
+        served: Whether a server reports them, whose answer lists them.
     """
 
-    def __init__(self, top_k: int) -> None:
-        self.asked = top_k
+    def __init__(self, top_k: int, *, served: bool = False) -> None:
+        self.asked, self._served = top_k, served
 
     @property
     def patches(self) -> tuple[Patch, ...]:
         """Patches that keep these tokens as numbers while the engine generates; none where each token has to be an object."""
-        return top_logprobs()
+        return () if self._served else top_logprobs()
 
     def of(
-        self, result: tuple[Any, ...], outputs: Sequence[Any] | None
+        self, result: tuple[Any, ...], outputs: Sequence[Any] | None, bad: BadRows
     ) -> tuple[list[TokenHead | None], tuple[Any, ...]]:
-        """Return each completion's head, and the result with the sampled tokens alone.
+        """Return each completion's head, None for bad rows, and the result with the sampled tokens alone.
 
         Args:
             result: What TRL's wrapper returned.
             outputs: The engine's outputs, if they keep the tokens as arrays; None if TRL's result lists them.
+            bad: Takes the rows whose most likely tokens are no distribution.
+
+        Raises:
+            RecordError: The engine reported none, they are not known, or all rows are bad.
         """
         prompts, completions, tops, ids = result
         if tops is None or ids is None:
@@ -114,9 +117,13 @@ class EngineHeads:
                 "the engine returned no log-probabilities, of which score centering takes the most likely."
             )
         if outputs is None:
-            heads: list[TokenHead | None] = [
-                TokenHead.from_lists(names, values, self.asked) for names, values in zip(ids, tops, strict=True)
-            ]
+            heads = self._judged(
+                [
+                    partial(TokenHead.from_lists, names, values, self.asked)
+                    for names, values in zip(ids, tops, strict=True)
+                ],
+                bad,
+            )
             sampled = [
                 [[top[of.index(token)]] for token, top, of in zip(tokens, values, names, strict=True)]
                 for tokens, values, names in zip(completions, tops, ids, strict=True)
@@ -132,28 +139,33 @@ class EngineHeads:
                 "a completion's tokens are not those of an output of LLM.generate: something stands between the engine and TRL, "
                 "so that its most likely tokens are not known. Remove it, or mismatch.correction.centering."
             )
-        return [(kept[id(tokens)] if tokens else TopTokens()).head(self.asked) for tokens in completions], result
+        taken = [kept[id(tokens)] if tokens else TopTokens() for tokens in completions]
+        return self._judged([partial(tops_of_row.head, self.asked) for tops_of_row in taken], bad), result
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchHeads:
-    """The heads of the rows of one batch, which was generated at this step."""
-
-    step: int
-    heads: dict[RowKey, TokenHead]
+    @staticmethod
+    def _judged(makers: Sequence[Callable[[], TokenHead]], bad: BadRows) -> list[TokenHead | None]:
+        """Return what the makers of each row's head return; None for bad rows."""
+        heads: list[TokenHead | None] = []
+        for row, make in enumerate(makers):
+            head = None
+            with bad.judging(row, "head"):
+                head = make()
+            heads.append(head)
+        if bad.spoil_all and all(head is None for head in heads):
+            raise RecordError(bad.faults[0].message)  # no fault of single rows
+        return heads
 
 
 class Centering:
     """The term of score centering in one trainer's loss.
 
     Args:
-        trainer: The trainer.
+        run: The run of the trainer, whose scoring knows the rows.
         block: Its config.
-        ranks: The processes that train together.
     """
 
-    def __init__(self, trainer: Any, block: MismatchConfig, ranks: Ranks) -> None:
-        self.trainer, self._ranks = trainer, ranks
+    def __init__(self, run: TrlRun, block: MismatchConfig) -> None:
+        self.run, self.trainer = run, run.trainer
         settings = None if block.correction is None else resolve(block.correction)
         section = None if settings is None else settings.centering
         self.top_k: int | None = None
@@ -162,7 +174,6 @@ class Centering:
         if settings is not None and section is not None:
             self.top_k, self._only_measured = section.top_k, section.only_measured
             self._bounds = settings.bounds_of_tokens
-        self._batches: list[BatchHeads] = []
         self._biases = torch.zeros(2, dtype=torch.float64)  # sum and number of this rank's tokens since the last log
 
     def check(self, *, stitches: bool) -> None:
@@ -177,8 +188,8 @@ class Centering:
         """Return what takes the heads of the engine's answers; None without centering.
 
         Raises:
-            ConfigError: The trainer's weights are sharded.
-            EngineError: The engine reports fewer tokens than are asked for.
+            ConfigError: The trainer's weights are sharded, or the model's vocabulary is not known.
+            EngineError: The engine reports fewer tokens than are asked for; a server is asked when it is connected.
         """
         if self.top_k is None:
             return None
@@ -187,19 +198,24 @@ class Centering:
                 "mismatch.correction.centering with FSDP or DeepSpeed: the term is made of the output head in the backward pass, "
                 "too, when its weights may be sharded again; train with DDP or one process, or leave out the key."
             )
-        return EngineHeads(expect_top_k(self.trainer.vllm_generation.llm, self.top_k))
+        generation = self.trainer.vllm_generation
+        if generation.mode == "colocate":
+            return EngineHeads(expect_top_k(generation.llm, self.top_k))
+        vocabulary = logits_width(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        if vocabulary is None:
+            raise ConfigError(
+                "mismatch.correction.centering with vllm_mode='server': the model's configuration has no vocab_size, so that it "
+                "is not known how many tokens the server can report. Use vllm_mode='colocate', or leave out the key."
+            )
+        return EngineHeads(min(self.top_k, vocabulary), served=True)
 
-    def keep(self, records: Sequence[RolloutRecord]) -> None:
-        """Keep the heads of a batch of rollouts until its loss is computed; an evaluation's is not centered."""
+    def keep(self, table: RowTable, records: Sequence[RolloutRecord]) -> None:
+        """Keep the heads of a batch of rollouts in its table of rows; an evaluation's is not centered."""
         if self.top_k is None or not self.trainer.model.training:
             return
-        heads = {
-            row_key(record.prompt_ids, record.response_ids): record.head
-            for record in records
-            if record.head is not None
-        }
-        batch = BatchHeads(step=self.trainer.state.global_step, heads=heads)
-        self._batches = of_newest_steps([batch, *self._batches])
+        for record in records:
+            if record.head is not None:
+                table.heads.setdefault(row_key(record.prompt_ids, record.response_ids), record.head)
 
     def added(
         self,
@@ -232,7 +248,7 @@ class Centering:
         if self._only_measured:
             return loss
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
-        weights = read_weights(self.trainer, model, inputs).to(terms.dtype) * self._slope()
+        weights = self.run.objective.weigh_tokens(model, inputs).to(terms.dtype) * self._slope()
         centered: Tensor = loss + (weights * advantages * terms).sum()
         return centered
 
@@ -240,7 +256,7 @@ class Centering:
         """Return the mean `sampler_bias` of the tokens of all ranks since the last log; every rank must call it."""
         if self.top_k is None:
             return {}
-        total, count = self._ranks.sum(self._biases.to(self.trainer.accelerator.device)).tolist()
+        total, count = self.run.ranks.sum(self._biases.to(self.trainer.accelerator.device)).tolist()
         self._biases = torch.zeros_like(self._biases)
         return {SAMPLER_BIAS: total / count} if count else {}
 
@@ -256,16 +272,16 @@ class Centering:
         Raises RecordError if a row that is learned from has none.
         """
         tokens, _, length = rows
-        found = []
-        for key, needed in zip(row_keys(*rows), learns, strict=True):
-            head = next((batch.heads[key] for batch in self._batches if key in batch.heads), None)
-            if head is None and key[1] and needed:
+        keys = row_keys(*rows)
+        tables = self.run.scoring.tables.newest(training=True)
+        found = find_in((table.heads for table in tables), keys)
+        for (_, completion), head, needed in zip(keys, found, learns, strict=True):
+            if head is None and completion and needed:
                 raise RecordError(
                     "mismatch.correction.centering: a row of the micro-batch has other tokens than every rollout of the last "
                     f"{STEPS} steps, so that the engine's distribution at its tokens is not known. Leave prompt_ids and "
                     "completion_ids as they were sampled, or remove the key."
                 )
-            found.append(head)
         return padded_heads(found, length, tokens.device)
 
 

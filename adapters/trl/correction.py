@@ -63,6 +63,9 @@ class CorrectionTerm:
         if settings.divergence is not None:
             self._of_batch = replace(self.settings, loss="reinforce", divergence=None)
         self._ranks = ranks
+        self._stopped = torch.zeros(
+            2, dtype=torch.float64
+        )  # tokens that a trust region stops, and all, since the last log
 
     @property
     def reinforces(self) -> bool:
@@ -95,13 +98,25 @@ class CorrectionTerm:
         chosen = mask.bool()
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
-        return correct(
+        found = correct(
             old_logprobs=logps,
             rollout_logprobs=inputs["sampling_per_token_logps"],
             response_mask=chosen,
             config=self.settings,
             advantages=inputs["advantages"],
-        ).as_multiplier()
+        )
+        if torch.is_grad_enabled():
+            stopped = (chosen & ~found.mask.bool()).sum()
+            self._stopped += torch.stack([stopped, chosen.sum()]).double().cpu()
+        return found.as_multiplier()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of tokens that DPPO's trust region has stopped on all ranks since the last log; all ranks call it."""
+        if self.settings.divergence is None:
+            return {}
+        stopped, tokens = self._ranks.sum(self._stopped).tolist()
+        self._stopped = torch.zeros_like(self._stopped)
+        return {"trust_region_frac": stopped / tokens} if tokens else {}
 
 
 def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> float | None:

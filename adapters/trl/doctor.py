@@ -17,6 +17,8 @@ from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
+Placed = tuple[Any, str]
+"""A setting and its place: in the file, where nothing else is said."""
 SERVER = "give its address by --server as well, or give --rollouts"
 
 
@@ -42,63 +44,58 @@ def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False)
         "top_k": args.top_k,
         "min_p": 0.0 if args.min_p is None else args.min_p,
     } | {key: value for key, value in given.items() if key not in ("n", "max_tokens", "logprobs")}
-    # Each setting with its place: in the file, where nothing else is said.
-    arguments: dict[str, tuple[Any, str]] = {
-        "tensor_parallel_size": (args.vllm_tensor_parallel_size, ""),
-        "gpu_memory_utilization": (args.vllm_gpu_memory_utilization, ""),
-        "model_impl": (args.vllm_model_impl, ""),
-        "max_model_len": (
-            with_room(args.vllm_max_model_length, name),
-            f"{where}: vllm_max_model_length, and one token to score a whole response",
-        ),
-        "max_num_seqs": (
-            args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-            f"{where}: per_device_train_batch_size x vllm_tensor_parallel_size x steps_per_generation",
-        ),
-        "max_num_batched_tokens": (4096, "fixed in TRL"),
-        "logprobs_mode": ("processed_logprobs", "fixed in TRL"),
-        "trust_remote_code": (args.trust_remote_code, f"{where}: trust_remote_code"),
-        "generation_config": ("auto", "vLLM's default, which TRL leaves"),
-    }
+    arguments = _engine_arguments(args, name, where)
     if block is not None and block.precision is not None:
         of_precision = asked_of(block.precision)
         del of_precision["dtype"]  # the side's own
         arguments |= {key: (value, f"{where}: mismatch.precision") for key, value in of_precision.items()}
     routing = None if block is None else block.routing
-    own_dtype = "vLLM's own choice for the checkpoint: TRL says none"
     flag = "fp16" if args.fp16 else "bf16" if args.bf16 else "dtype"
     of_weights = "model_init_kwargs.dtype" if "dtype" in init else "dtype"
-    sides: dict[str, tuple[Any, str]] = {
-        "model": (name, f"{where}: model_name_or_path"),
-        "dtype": (precision or auto_dtype(name), f"{where}: mismatch.precision.dtype" if precision else own_dtype),
-        "trainer_dtype": (autocast or weights, f"{where}: {flag}, as TRL settles it"),
-        "trainer_weights": (weights, f"{where}: {of_weights}"),
-        "trainer_config": (
-            {key: value for key, value in init.items() if key not in _LOADING},
-            f"{where}: model_init_kwargs",
-        ),
-        "replays": (routing is not None and routing.mode == "R3", f"{where}: mismatch.routing.mode"),
-        "layout": ("left", "TRL's own: prompts padded on the left, no position_ids"),
-        "head": ("float32" if args.cast_lm_head_to_fp32 else "", f"{where}: cast_lm_head_to_fp32"),
-        "attention": (_attention(args, model), f"{where}: attn_implementation"),
-        "temperature": (args.temperature, f"{where}: temperature"),
-    }
+    own_dtype = "vLLM's own choice for the checkpoint: TRL says none"
+    sides: dict[str, Placed] = {"model": (name, f"{where}: model_name_or_path")}
+    sides["dtype"] = (precision or auto_dtype(name), f"{where}: mismatch.precision.dtype" if precision else own_dtype)
+    sides["trainer_dtype"] = (autocast or weights, f"{where}: {flag}, as TRL settles it")
+    sides["trainer_weights"] = (weights, f"{where}: {of_weights}")
+    config = {key: value for key, value in init.items() if key not in _LOADING}
+    sides["trainer_config"] = (config, f"{where}: model_init_kwargs")
+    sides["replays"] = (routing is not None and routing.mode == "R3", f"{where}: mismatch.routing.mode")
+    sides["layout"] = ("left", "TRL's own: prompts padded on the left, no position_ids")
+    sides["head"] = ("float32" if args.cast_lm_head_to_fp32 else "", f"{where}: cast_lm_head_to_fp32")
+    sides["attention"] = (_attention(args, model), f"{where}: attn_implementation")
+    sides["temperature"] = (args.temperature, f"{where}: temperature")
+    origin = {key: place for key, (_, place) in sides.items()}
+    origin["max_tokens"] = f"{where}: max_completion_length"
+    for key in sampling:
+        origin[f"sampling.{key}"] = f"{where}: {'generation_kwargs.' if key in given else ''}{key}"
+    for key, (_, place) in arguments.items():
+        origin[f"arguments.{key}"] = place
     values = {key: value for key, (value, _) in sides.items()}
     return HostRun(
         sides=values | {"sampling": sampling, "arguments": {key: value for key, (value, _) in arguments.items()}},
         max_tokens=int(given.get("max_tokens", args.max_completion_length)),
         dataset=_dataset(script, args),
-        origin={
-            **{key: place for key, (_, place) in sides.items()},
-            "max_tokens": f"{where}: max_completion_length",
-            **{f"sampling.{key}": f"{where}: {'generation_kwargs.' if key in given else ''}{key}" for key in sampling},
-            **{
-                f"arguments.{key}": place or f"{where}: vllm_{key}, as TRL passes it on"
-                for key, (_, place) in arguments.items()
-            },
-        },
+        origin=origin,
         left_out=_left_out(args, model, unknown),
     )
+
+
+def _engine_arguments(args: Any, name: str, where: str) -> dict[str, Placed]:
+    """Return the arguments that TRL starts its engine with."""
+    arguments: dict[str, Placed] = {}
+    for key in ("tensor_parallel_size", "gpu_memory_utilization", "model_impl"):
+        arguments[key] = (getattr(args, f"vllm_{key}"), f"{where}: vllm_{key}, as TRL passes it on")
+    length = with_room(args.vllm_max_model_length, name)
+    arguments["max_model_len"] = (length, f"{where}: vllm_max_model_length, and one token to score a whole response")
+    arguments["max_num_seqs"] = (
+        args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        f"{where}: per_device_train_batch_size x vllm_tensor_parallel_size x steps_per_generation",
+    )
+    arguments["max_num_batched_tokens"] = (4096, "fixed in TRL")
+    arguments["logprobs_mode"] = ("processed_logprobs", "fixed in TRL")
+    arguments["trust_remote_code"] = (args.trust_remote_code, f"{where}: trust_remote_code")
+    arguments["generation_config"] = ("auto", "vLLM's default, which TRL leaves")
+    return arguments
 
 
 # Arguments of `from_pretrained` that are not fields of the model's configuration.

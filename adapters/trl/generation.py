@@ -15,7 +15,6 @@ from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.centering import EngineHeads
 from mismatch_ext.adapters.trl.lora import Base
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from mismatch_ext.adapters.vllm.routing import judged_traces
 from mismatch_ext.patches.vllm.top_logprobs import storing
@@ -152,10 +151,7 @@ class CheckedGeneration:
         sent = plain() if self.base is None else self.base.with_adapters(plain)
         if self.checks.acts:  # otherwise the engine gets what TRL sends
             sent = under_checkpoint_names(self._sent_model(), sent)
-        for name, parameter in sent:
-            with self.checks.checking("weight_sync"):
-                self._sending.note(name, parameter)
-            yield name, parameter
+        yield from self._sending.through(sent)
 
     def _sent_model(self) -> Any:
         """Return the model whose parameters TRL names: unwrapped, and without adapters, which TRL merges."""
@@ -210,7 +206,7 @@ class CheckedGeneration:
                 supports, result = self.masks.of(result, outputs if patches else None, bad)
             heads = None
             if self.heads is not None:
-                heads, result = self.heads.of(result, outputs if patches else None)
+                heads, result = self.heads.of(result, outputs if patches else None, bad)
             self.keep(
                 result,
                 bad,
@@ -265,8 +261,11 @@ class CheckedGeneration:
         """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused."""
         if self._sent_at == self.run.step:
             self.send_moved()  # otherwise TRL sends the weights before it generates
-        with overridden(self, _kept=records, _refused=None):
+        self._kept, self._refused = records, None
+        try:
             yield
+        finally:
+            self._kept = self._refused = None
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What every trainer of TRL with a block has: two sides read back and audited, a log beside TRL's, and a state of its own.
+"""What every trainer of TRL with a block has: two sides read back and audited, batches measured, a log beside TRL's, and a state.
 
 The trainer holds it as `trainer.mm`. `run.TrlRun` is that of a config that acts, and `attach.Attached` of any other.
 """
@@ -9,18 +9,21 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
-from mismatch_ext.adapters.accelerate.deepspeed import forget_order, read_deepspeed
+from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, scale_metrics
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.accelerate.sharded import held, is_sharded, same_everywhere
+from mismatch_ext.adapters.accelerate.sharded import ZERO3, held, is_sharded, same_everywhere, zero_stage
 from mismatch_ext.adapters.torch.shards import reshard
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback, is_of_step
 from mismatch_ext.adapters.transformers.attention import dropped_cap, implementation_of
 from mismatch_ext.adapters.transformers.head import head_of, in_float32, keep_in_float32, read_head
@@ -28,32 +31,43 @@ from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.config import ratio_bias, step_of_checkpoint
+from mismatch_ext.adapters.trl.bad_rows import judge_records, mask_of
+from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings, step_of_checkpoint
+from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.head import read_fused_head
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
+from mismatch_ext.adapters.trl.turns import forks_of, joined_turns, matched_turns, turn_metrics
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer import grpo_trainer
 
+from mismatch_ext.bad_rows import FEW, BadRows
+from mismatch_ext.banner import run_info
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
-from mismatch_ext.errors import PrecisionError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, PrecisionError, RunDirectoryError
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
-from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log import RunLog
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.dtypes import TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
 from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_sided
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error, number_of_training, together
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.rng import forked_rng
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings, expect_present, one_provenance
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.versions import installed
@@ -83,6 +97,8 @@ class TrainerRun:
     routing: Any = None
     engine: Any = None  # what is asked for scores; None where one model samples and trains
     checked: CheckedGeneration | None = None  # None without vLLM
+    temperature: float  # that the trainer scores with
+    _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
     def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
         self.trainer, self.block = trainer, block
@@ -130,6 +146,41 @@ class TrainerRun:
         """What a batch counts for: "train", or the evaluation that runs."""
         return "train" if self.trainer.model.training else self.eval_split
 
+    @property
+    def rollouts(self) -> RolloutPass | None:
+        """The batch that is generated and scored; None between batches."""
+        raise NotImplementedError
+
+    # What is built, once TRL has built trainer and engine.
+
+    def begin(self) -> None:
+        """Read both sides back, and take the place of the engine wrapper's methods."""
+        trainer = self.trainer
+        with self.checks.checking("sampling"):
+            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
+        self.log.sampled_with(self.scored_sampling)
+        self.alarms.install(trainer)
+        with self.checks.checking("reference"):
+            check_reference(trainer.accelerator, trainer.ref_model is not None)
+        if trainer.use_vllm:
+            self.find_engine()
+        self.audit()
+        with self.checks.checking("attention"), together(self.ranks):
+            self.warn_of_attention(trainer._tokenizer)
+        if not trainer.use_vllm:
+            return
+        with together(self.ranks):
+            vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
+            self.checked = self.wrapped_engine(vocabulary)
+        self.checked.begin()
+        self.look_at_vocabulary(vocabulary)
+        with self.checks.checking("precision"), together(self.ranks):
+            self.warn_of_one_sided_head(vocabulary)
+
+    def wrapped_engine(self, vocabulary: Tensor) -> CheckedGeneration:
+        """Return the engine behind checks of its weights and rollouts; `vocabulary` are ids `[V]` that probes may use."""
+        raise NotImplementedError
+
     # Both sides are read back.
 
     def audit(self, sync: SyncReading | None = None) -> None:
@@ -146,8 +197,7 @@ class TrainerRun:
                 self.trainer.add_callback(GridCallback(self, self.grid))
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        self.audit_report = audit(policy, trainer, engine, sync, FIXES)
+        self.audit_report = audit(self.block.precision, trainer, engine, sync, FIXES)
         self.audit_report.raise_for_findings()
 
     def read_trainer(self) -> TrainerReading:
@@ -194,7 +244,8 @@ class TrainerRun:
 
     def info(self) -> dict[str, Any]:
         """Return the header of the run's metrics file."""
-        return run_info(
+        provenance = {} if self.checked is None else {"provenance": dataclasses.asdict(self.checked.provenance())}
+        return provenance | run_info(
             self.block,
             TRL,
             host=f"trl {installed('trl')} {type(self.trainer).__name__}",
@@ -223,6 +274,46 @@ class TrainerRun:
         dropped = dropped_cap(model, score if self.prepared else None)
         if dropped is not None:
             self.warn("attention", str(dropped))
+
+    def check_sharding(self) -> None:
+        """Refuse sections and checks that do not work with sharded parameters."""
+        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        check_sharding(
+            self.block,
+            deepspeed=configured(self.trainer.accelerator) if self.trainer.is_deepspeed_enabled else None,
+            fsdp=None if fsdp is None else fsdp.fsdp_version,
+        )
+
+    def find_engine(self) -> None:
+        """Note what stands behind TRL's wrapper, and warn of what a server cannot be asked."""
+        self.engine = found = engine_of(self.trainer, self.ranks)
+        if not isinstance(found, Served):
+            return
+        if not self.checks.acts:  # otherwise its client has checked it
+            with self.checks.checking("server"):
+                found.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
+        unchecked = found.unchecked()
+        if unchecked is not None:
+            self.warn("server", unchecked)
+
+    def look_at_vocabulary(self, vocabulary: Tensor) -> None:
+        """Hold token ids `[V]` of the tokenizer against the model's vocabulary, now or once the model can run."""
+        self._vocabulary = vocabulary
+        if zero_stage(self.trainer.accelerator) != ZERO3:  # whose model runs when training has begun
+            self.check_vocabulary()
+
+    def check_vocabulary(self) -> None:
+        """Warn of ids that the model has and the tokenizer has not, once."""
+        vocabulary, self._vocabulary = self._vocabulary, None
+        if vocabulary is None:
+            return
+        accelerator = self.trainer.accelerator
+        model = accelerator.unwrap_model(self.trainer.model)
+        with forked_rng(accelerator.device):
+            surplus = vocabulary_surplus(model, len(self.trainer._tokenizer), vocabulary[None, :64], self.autocast)
+        forget_order(accelerator)
+        if surplus is not None:
+            self.warn("vocabulary", str(surplus), vars(surplus))
 
     # Evidence.
 
@@ -328,6 +419,7 @@ class TrainerRun:
 
     def sent(self, dtypes: frozenset[str]) -> None:
         """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        self.check_vocabulary()  # of a model that could not run before
         if not self._sync_audited:
             self._sync_audited = True
             received = self.readings["engine"].model_dtype
@@ -342,6 +434,120 @@ class TrainerRun:
             self._unwritten.append((level, name, message))  # the main process writes it at the next log
         if level == "warning" or self.block.monitor_of_updates.weight_sync == "warn":
             warnings.warn(message, stacklevel=2)
+
+    # One batch.
+
+    def follow_sampling(self) -> None:
+        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
+        trainer, engine = self.trainer, self.trainer.vllm_generation
+        if not hasattr(grpo_trainer, "add_fused_lm_head"):
+            self.temperature = trainer.temperature  # without this head, which has its own, TRL reads it at each pass
+        if {engine.temperature, trainer.temperature} != {self.temperature}:
+            raise ConfigError(
+                f"the temperature is {engine.temperature} in trainer.vllm_generation and {trainer.temperature} in the trainer, "
+                f"which scores with {self.temperature}. Give it in the trainer's arguments, and change it nowhere else."
+            )
+        found = sampling_settings(engine, trainer.args.generation_kwargs)
+        if found == self.sampling:
+            return
+        self.sampling = found
+        self.log.sampled_with(self.scored_sampling)
+
+    def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records."""
+        batch, trainer = self.rollouts, self.trainer
+        if batch is None:
+            return host(*args, **kwargs)
+        own = getattr(trainer, "rollout_func", None) is not None
+        joins = self.checked is not None and (own or getattr(trainer, "tools", None))
+        batch.joining = bool(joins)
+        output = host(*args, **kwargs)
+        batch.joining = False
+        if self.checked is not None:
+            self.checked.agree()
+        batch.prompts = [list(ids) for ids in output[0]]
+        batch.generated += zip(*output[:2], strict=False)
+        if joins:
+            assert self.checked is not None
+            present, limit = self.checked.provenance(), trainer.max_completion_length
+            with self.checks.checking("records"):
+                with together(self.ranks):
+                    matched = matched_turns(batch.records, output, own=own, limit=limit)
+                    forks = forks_of(matched, trainer._tokenizer, self.checks)
+                # Every rank gets here or none. Noted first, because a batch whose turns all fork is refused.
+                self.note(**forks.over(self.ranks).metrics())
+                with together(self.ranks):
+                    part = joined_turns(batch.records, matched, own=own, present=present)
+                sums = self.ranks.sum(part)
+                self.note(**turn_metrics(sums, routed=self.checked.layout is not None))
+        return output
+
+    def note(self, **metrics: float) -> None:
+        """Add metrics of a batch to those that TRL logs the mean of."""
+        for name, value in metrics.items():
+            self.trainer._metrics[self.mode][PREFIX + name].append(value)
+
+    def check_records(self, output: Mapping[str, Any], batch: RolloutPass, bad: BadRows) -> list[RolloutRecord | None]:
+        """Return the rollout of each row, and call rows bad whose rollout is faulty, of other weights, or of other tokens.
+
+        Args:
+            output: The batch that TRL has made.
+            batch: What is known of it.
+            bad: Takes the bad rows; one of other tokens has None for its rollout.
+
+        Raises:
+            RecordError: All rollouts are of other weights or of other tokens, or they come from different engines.
+        """
+        records = batch.records
+        if self.checked is None:
+            return batch.records_of(output, bad)
+        version = self.checked.weight_version
+        one_engine = [replace(record.provenance, weight_version=version) for record in records]
+        if records:
+            one_provenance((f"row {row}", origin) for row, origin in enumerate(one_engine))
+            present = [record.provenance.weight_version == version for record in records]
+            if not any(present) and len(records) >= FEW:
+                expect_present(records[0].provenance, version)
+        found = batch.records_of(output, bad)
+        judge_records(bad, found, version)
+        return found
+
+    def recorded_logprobs(self, records: Sequence[RolloutRecord | None], mask: Tensor) -> Tensor:
+        """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
+        known = [np.zeros(0) if record is None else record.rollout_logprobs for record in records]
+        rows = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in known], batch_first=True)
+        return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
+
+    def measure_gap(
+        self,
+        output: Mapping[str, Any],
+        old: Tensor,
+        rollout: Tensor,
+        records: Sequence[RolloutRecord | None] | None,
+        bad: BadRows,
+        held: ColumnBatch,
+    ) -> Gap:
+        """Measure the gap of the rows of a batch that are not bad.
+
+        Args:
+            output: The batch.
+            old: The trainer's log-probabilities at sampling time `[B, T]`.
+            rollout: The engine's `[B, T]`.
+            records: The rollout of each row; None where they are not known.
+            bad: The bad rows.
+            held: The batch as evidence.
+        """
+        good = mask_of(output, bad).bool()
+        old, rollout = torch.where(good, old, 0.0), torch.where(good, rollout, 0.0)
+        held.routes = None if records is None else [None if one is None else one.routing for one in records]
+        with self.log.holding(self.split, held):
+            self.log.sums.add_gap(self.split, old=old, rollout=rollout, mask=good)
+        return old, rollout, good
+
+    def note_weights(self, output: Mapping[str, Any], mask: Tensor) -> None:
+        """Note what TRL multiplies the loss of a batch's tokens by; `mask` are the policy's, `[B, T]`."""
+        if (ratio := output.get("importance_sampling_ratio")) is not None:
+            self.log.mask(self.split, ratio, mask)
 
     # Logs.
 
@@ -367,12 +573,18 @@ class TrainerRun:
                 self._bias_told = True
                 self.warn("ratio_bias", bias)
 
-    @contextlib.contextmanager
-    def evaluation(self, prefix: str) -> Iterator[None]:
-        """Keep the gap on an evaluation set apart."""
-        split = "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
+    def evaluate(
+        self,
+        host: Any,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluate as TRL does, and keep the gap on this evaluation set apart."""
+        split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         with overridden(self, eval_split=split), self.checks.around("metrics", self.log.evaluation(self.step)):
-            yield
+            return host(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
@@ -388,11 +600,24 @@ class TrainerRun:
             # How many passes were over other tokens than were recorded.
             extra |= prefixed(self.routing.take_others(split, self.ranks))
         if of_training:
-            extra |= self.training_metrics() | prefixed(self.checks.metrics())
+            extra |= prefixed(self.training_metrics() | self.checks.metrics())
         return extra, by_layer
 
-    def further_metrics(self) -> dict[str, float]:
-        """Return metrics of weight updates, and what else only this trainer has, without their prefix."""
+    def training_metrics(self) -> dict[str, float]:
+        """Return the metrics of training steps, without their prefix."""
+        metrics: dict[str, float] = {}
+        if isinstance(self.trainer.accelerator.scaler, LossScaler):
+            metrics |= self.trainer.accelerator.scaler.metrics()
+        if self.grid is not None:
+            metrics |= self.grid.metrics(self.ranks)
+        metrics |= self._metrics_of_updates()
+        if self.trainer.is_deepspeed_enabled:
+            metrics |= scale_metrics(self.trainer.accelerator)
+        if self.lr is not None:
+            metrics |= self.lr.metrics()
+        return metrics
+
+    def _metrics_of_updates(self) -> dict[str, float]:
         if not self.trainer.use_vllm or not self.proves:
             return {}
         # Of several ranks, one may have no verdict: its engine has not answered.
@@ -413,23 +638,10 @@ class TrainerRun:
         largest = float(whole["max:gap"])
         return None if largest == -math.inf else largest
 
-    def training_metrics(self) -> dict[str, float]:
-        """Return the metrics of training steps, under the names that they are logged by."""
-        metrics: dict[str, float] = {}
-        if isinstance(self.trainer.accelerator.scaler, LossScaler):
-            metrics |= self.trainer.accelerator.scaler.metrics()
-        if self.grid is not None:
-            metrics |= self.grid.metrics(self.ranks)
-        metrics |= self.further_metrics()
-        if self.lr is not None:
-            metrics |= self.lr.metrics()
-        return prefixed(metrics)
-
     # A training, and what its checkpoints hold beside TRL's own.
 
-    @contextlib.contextmanager
-    def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
-        """Begin a training's metrics file, and write how the training ends: no callback is told that one has failed."""
+    def train(self, host: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Begin a training's metrics file, train, and write how the training ends: no callback is told that one has failed."""
         number = number_of_training(self.ranks)
         with self.checks.checking("metrics"):
             last = resume_from_checkpoint is True
@@ -451,7 +663,7 @@ class TrainerRun:
         if (nothing := untrained(self.trainer.model.parameters())) is not None:
             self.warn(NOTHING_TRAINED, nothing)
         try:
-            yield
+            result = host(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             with contextlib.suppress(RunDirectoryError), self.checks.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
@@ -462,6 +674,7 @@ class TrainerRun:
                 self.lr.release()
         with self.checks.checking("metrics"):
             self.log.end("completed")
+        return result
 
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this."""
@@ -473,14 +686,15 @@ class TrainerRun:
         if self.routing is not None:
             self.routing.draws.begin_anew()
 
-    def save(self, trial: Any) -> None:
-        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished."""
+    def save(self, host: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the run's state into the checkpoint that TRL then writes, which must not lack it when it is finished."""
         # No callback can: `on_save` comes after the checkpoint is finished, and an `ExportableState` is built anew at a resume
         # with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
         if self.trainer.args.should_save:
             folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
             with self.checks.checking("checkpoint"):
                 write_state(folder / STATE_FILE, self.state())
+        host(model, trial, *args, **kwargs)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
@@ -491,6 +705,8 @@ class TrainerRun:
             state["lr"] = self.lr.saved_state()
         if self.routing is not None:
             state["routing"] = self.routing.state_dict()
+        if self.checked is not None:
+            state |= self.checked.state_dict()
         return state
 
     def resume(self) -> None:
@@ -524,10 +740,8 @@ class TrainerRun:
             self.lr.resume(state.get("lr"))
         if self.routing is not None and state.get("routing") is not None:
             self.routing.load_state_dict(state["routing"])
-        self.changed(*messages)
-
-    def changed(self, *messages: str | None) -> None:
-        """Say which settings have changed since the checkpoint that is resumed."""
+        if self.checked is not None and state.get("weight_version") is not None:
+            messages.append(self.checked.load_state_dict(state))
         for message in filter(None, messages):
             self.warn("settings_changed", message)
 

@@ -17,7 +17,7 @@ from mismatch_ext.ranks import Ranks, together
 
 Prompt = tuple[int, ...]
 
-BASELINE = "kl_baseline"
+BASELINE = "mismatch_kl_baseline"
 """Key of TRL's inputs under which the leave-one-out baseline of each token travels."""
 
 

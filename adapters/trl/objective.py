@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import depends_on, mask_of_loss, prove_weights, token_weights
-from mismatch_ext.adapters.trl.behavior import Reads
+from mismatch_ext.adapters.trl.aggregation import mask_of_loss, prove_weights, token_weights
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -23,14 +22,13 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, SeamError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.host import Gap
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Tensor]
 
-LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
-"""Methods by which a subclass can make a loss of its own."""
-HOSTS = ("mismatch_ext", "transformers")
-OWN = "trl.trainer.grpo_trainer"
 WEIGHTS = "importance_sampling_ratio"
 """TRL's key of the weights that it multiplies its per-token loss by."""
 
@@ -68,8 +62,6 @@ class Objective:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
         self.losses = 0  # that came through `loss`
-        self.reads = Reads()  # beside what TRL's loss is known to read
-        self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
         self._proven_modes: set[bool] = set()  # of training and of evaluation, whose weights were proven
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
@@ -107,8 +99,7 @@ class Objective:
             )
         policy = batch.of_policy(trainer.model, is_of)
         if policy is None:
-            ours = overridden(self.run.scoring, ours=True)
-            with torch.no_grad(), forked_rng(reference.tokens.device), ours:
+            with torch.no_grad(), forked_rng(reference.tokens.device):
                 old = trainer._get_per_token_logps_and_entropies(
                     trainer.model, reference.tokens, reference.attention_mask, reference.length, **reference.options
                 )[0]
@@ -145,42 +136,6 @@ class Objective:
                 sums = kl_sums(logprobs=old, ref_logprobs=output["ref_per_token_logps"], mask=mask)
             term.add(over_ranks(sums, run.ranks))
 
-    def expect_known_inputs(self, output: Mapping[str, Any]) -> None:
-        """Refuse sections on top of an input that TRL's tested versions do not read, if this batch has one that counts.
-
-        Args:
-            output: A batch, as TRL is about to train on it.
-
-        Raises:
-            SeamError: TRL's loss is another without the input, or its scores may be.
-        """
-        sections = self._sections_on_top()
-        if not sections:
-            return
-        for key in sorted(self.reads.inputs | self.reads.handed):
-            if output.get(key) is None:
-                continue
-            # TRL's own masks and this package's would cut off twice, which only the model's scores would show.
-            may_mask = self.run.block.sampling_mask is not None and key in self.reads.handed
-            if may_mask or depends_on(self.trainer, output, key):
-                version = installed("trl")
-                raise SeamError(
-                    f"{' and '.join(sections)}: the batch has {key!r}, which no tested version of TRL reads, and trl {version} "
-                    "trains differently with it. Remove these sections from the config, or install a version that was run "
-                    f"(pip install trl=={PEERS['trl'].nearest(version)})."
-                )
-
-    def _sections_on_top(self) -> list[str]:
-        """Return the sections by which this package changes scores, weights or terms of TRL's loss."""
-        run, sections = self.run, list[str]()
-        if run.kl is not None and run.kl.config.in_loss:
-            sections.append("mismatch.kl")
-        if run.correction is not None:  # otherwise TRL's own options do what was asked
-            sections.append("mismatch.correction")
-        if run.block.sampling_mask is not None:
-            sections.append("mismatch.sampling_mask")
-        return sections
-
     # The loss.
 
     def loss(self, host: Loss, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,21 +145,22 @@ class Objective:
         if kl is not None and not kl.config.in_rewards:
             # A batch may last for several steps, and TRL's own term has the coefficient of each.
             kl.follow(self.trainer.beta)
-        if kl is None and not self.sections:
-            return host(model, inputs, *args, **kwargs)
-        self._expect_checked_loss()
         if kl is not None and kl.coef == 0:
             kl = None
         reinforces = correction is not None and correction.reinforces
         if kl is None and not reinforces:
             return self._weighed(host, model, inputs, *args, **kwargs)
-        passes = list[Scored]()
-        with overridden(self.run.scoring, passes=passes):
-            loss = self._without_own_terms(host, model, inputs, kl, reinforces, *args, **kwargs)
+        given = inputs
+        if reinforces:
+            self._expect_trls_advantages(host)
+            given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+        # TRL's own term is off while the block's stands in its place.
+        with overridden(self.trainer, beta=self.trainer.beta if kl is None else 0.0):
+            loss = self._weighed(host, model, given, *args, **kwargs)
         if kl is not None and not kl.config.in_loss and not reinforces:
-            self._log_kl_of_rewards(kl, passes, model, inputs)
+            self._log_kl_of_rewards(kl, model, inputs)
             return loss
-        logps, mask = self._scored_logps(passes, model, inputs), mask_of_loss(inputs)
+        logps, mask = self._scored_logps(model, inputs), mask_of_loss(inputs)
         if not bool((logps.isfinite() | ~mask.bool()).all()):
             # Another rank may be finite and would wait for this one. The gradient is that of all ranks: their scaler skips the
             # step, or all of them end before it.
@@ -221,43 +177,18 @@ class Objective:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
         # Masked tokens have weight 0, and their term is finite.
-        return loss + (self._token_weights(model, inputs) * term).sum()
+        return loss + (self.weigh_tokens(model, inputs) * term).sum()
 
-    def _expect_checked_loss(self) -> None:
-        if GRPOTrainer._compute_loss is not self._checked_loss:
+    def _expect_trls_advantages(self, host: Loss) -> None:
+        if _is_users(host):
+            assert self.run.correction is not None
+            loss = self.run.correction.settings.loss
             raise ConfigError(
-                f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced after the trainer "
-                "was built, and what it does was not checked. Override the method in a subclass, or remove these sections."
+                f"mismatch.correction.loss={loss!r} with {type(self.trainer).__name__}, whose _compute_loss runs inside of "
+                "ours and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
 
-    def _without_own_terms(
-        self, host: Loss, model: Any, inputs: Any, kl: KlTerm | None, reinforces: bool, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Compute the host's loss without the terms of TRL's that the block puts its own in the place of."""
-        trainer = self.trainer
-        if reinforces and _is_users(host):
-            raise ConfigError(
-                f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
-                "and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
-            )
-        if kl is not None and kl.config.has_baseline and BASELINE not in inputs:
-            raise ConfigError(
-                f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
-                "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
-            )
-        given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])} if reinforces else inputs
-        beta = trainer.beta if kl is None else 0.0
-        with overridden(trainer, beta=beta):
-            loss = self._weighed(host, model, given, *args, **kwargs)
-            if trainer.beta != beta:
-                raise ConfigError(
-                    f"mismatch.kl with {type(trainer).__name__}, whose _compute_loss sets beta={trainer.beta} inside of ours, "
-                    "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
-                    "first: class T(Yours, MismatchGRPOTrainer)."
-                )
-        return loss
-
-    def _token_weights(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def weigh_tokens(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
         weights = token_weights(self.trainer, inputs)
         # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.
@@ -270,28 +201,28 @@ class Objective:
     def _good_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
         return mask_of_loss(inputs).masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
 
-    def _log_kl_of_rewards(self, kl: KlTerm, passes: Sequence[Scored], model: Any, inputs: Mapping[str, Any]) -> None:
+    def _log_kl_of_rewards(self, kl: KlTerm, model: Any, inputs: Mapping[str, Any]) -> None:
         """Log the KL of a loss that it is no term of; such a loss may be of parts of the micro-batch, which are not logged."""
         reference, good = inputs["ref_per_token_logps"], self._good_tokens(inputs)
-        known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
+        known = [logps for logps in self._found_logps(model, inputs) if logps.shape == reference.shape]
         measured = (known or [reference])[0]
         if not known or not bool((measured.isfinite() | ~good.bool()).all()):
             good = torch.zeros_like(good)
         self._log_kl(kl, measured, inputs, good)
 
-    def _found_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> list[Tensor]:
-        rows = rows_of_batch(inputs)
+    def _found_logps(self, model: Any, inputs: Any) -> list[Tensor]:
+        """Return the log-probabilities of the policy's passes over a micro-batch while its loss is computed."""
+        rows, passes = rows_of_batch(inputs), self.run.scoring.passes or ()
         return [scored.scores[0] for scored in passes if scored.model is model and scored.is_of(*rows)]
 
-    def _scored_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> Tensor:
+    def _scored_logps(self, model: Any, inputs: Any) -> Tensor:
         """Return the log-probabilities `[B, T]` that TRL's loss has got for its micro-batch, with their graph."""
-        shape, found = inputs["completion_ids"].shape, self._found_logps(passes, model, inputs)
+        shape, found = inputs["completion_ids"].shape, self._found_logps(model, inputs)
         if not found or found[0].shape != shape:
             raise ConfigError(
-                f"mismatch.kl and mismatch.correction with {type(self.trainer).__name__}: TRL's loss got log-probabilities "
-                f"{list(found[0].shape) if found else None} for completions {list(shape)} of its micro-batch; one of each token "
-                "is needed, from _get_per_token_logps_and_entropies. Remove what overrides it; if your _compute_loss gives TRL's "
-                "other rows, put its class first: class T(Yours, MismatchGRPOTrainer)."
+                f"mismatch.kl and mismatch.correction with {type(self.trainer).__name__}: TRL's loss got no log-probability of "
+                f"each token of its micro-batch {list(shape)} from _get_per_token_logps_and_entropies. Remove what overrides it; "
+                "if your _compute_loss gives TRL's other rows, put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
         # A user may also have scored the same tokens for something that is only logged.
         return next((logps for logps in found if logps.requires_grad), found[0])
@@ -331,33 +262,18 @@ class Objective:
 
     # That the loss which is stepped is this one.
 
-    def trained(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`."""
-        before = self.losses
-        loss = host(*args, **kwargs)
-        if self.losses == before:
-            self.refuse("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
-        return loss
-
-    def refuse(self, what: str) -> None:
+    def refuse(self) -> None:
         """Raise if there are sections that a loss which did not come through `loss` would leave out."""
         if self.sections:
-            raise self.refusal(what)
+            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
         if self.run.scoring.sections:
             raise self.run.scoring.refusal()
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
-        kind, sections = type(self.trainer), " and ".join(self.sections)
-        mine = [
-            f"{base.__name__}.{name}"
-            for base in kind.__mro__
-            for name in LOSSES
-            if name in vars(base) and base.__module__.partition(".")[0] not in HOSTS and base.__module__ != OWN
-        ]
-        where = ", ".join(mine) or "TRL's own settings (use_liger_kernel computes the loss elsewhere)"
+        sections = " and ".join(self.sections)
         return ConfigError(
-            f"{sections} with {kind.__name__}: {what}, and would be off in silence. Look at {where}: return a loss that "
+            f"{sections} with {type(self.trainer).__name__}: {what}, and would be off in silence. Return a loss that "
             f"super()._compute_loss(model, inputs) is a part of, in a class that is first, class T(Yours, "
             f"MismatchGRPOTrainer); or remove {sections}."
         )
@@ -369,13 +285,13 @@ def _is_users(host: Loss) -> bool:
 
 
 class LossCallback(TrainerCallback):
-    """Refuses an optimizer step on losses none of which came through `Objective.loss`: a subclass may train by other methods."""
+    """Refuses an optimizer step if a micro-batch's loss did not come through `Objective.loss`: a subclass may make its own."""
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self._stepped = objective, 0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Refuse the step, or begin anew for the next one."""
-        if self._objective.losses == self._stepped:
-            self._objective.refuse("the loss that is to be stepped came from no compute_loss of TRL's")
-        self._stepped = self._objective.losses
+        losses, self._stepped = self._objective.losses - self._stepped, self._objective.losses
+        if losses < self._objective.trainer.current_gradient_accumulation_steps:
+            self._objective.refuse()

@@ -1,4 +1,4 @@
-"""The rows of the newest batches, found by their tokens: their routes, their sampling masks, and which of them are bad.
+"""The rows of the newest batches, found by their tokens: their routes, masks and heads, and which of them are bad.
 
 TRL shuffles the rows of a generation batch and cuts it into micro-batches, and a subclass may drop, move or repeat rows. So
 nothing of a row travels with it: each scoring pass asks for its rows by prompt and completion. Equal rows of a batch share the
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mismatch_ext.centering import TokenHead
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask import TokenSupport
 
@@ -36,7 +37,7 @@ class RowTable:
         self.step = step
         self.routes: dict[RowKey, RoutingTrace] = {}
         self.supports: dict[RowKey, TokenSupport] = {}
-        self.replayed: set[RowKey] = set()  # that the policy has scored under their routes and over their masks
+        self.heads: dict[RowKey, TokenHead] = {}  # the engine's most likely tokens, for score centering
         self.bad: dict[RowKey, bool] = {}  # whether a row is bad, once the batch has been judged
 
     def add(

@@ -1,14 +1,14 @@
 """GRPO's and RLOO's side of a config that acts, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
 
-Order of a rollout: `batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `scoring.score` (old
-policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`, then `host.logged`.
+Order of a rollout: `make_batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `score_rows`
+(old policy under its routes), `scored` (rows, faults, gap, correction, rate, baseline), `loss`, then `logged`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ from mismatch_ext.adapters.accelerate.overflow import HeldScale, skips_overflows
 from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
-from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.bad_rows import has_non_finite, mask_of, take_out
-from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -34,10 +32,9 @@ from mismatch_ext.adapters.trl.correction import (
 )
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback
+from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base, check_head, check_tied
-from mismatch_ext.adapters.trl.measured import MeasuredRun
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -65,9 +62,8 @@ from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, ReplayError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
-from mismatch_ext.patching import Patch
+from mismatch_ext.patching import Patch, digest_of
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
@@ -79,7 +75,7 @@ MOST_FAILING = 20
 """Batches in a row that may have a step without finite gradients. A choice: a scale of 2^16 is below 1 after 17 such steps."""
 
 
-class TrlRun(MeasuredRun):
+class TrlRun(TrainerRun):
     """The side of a config that acts of a `GRPOTrainer` or `RLOOTrainer`."""
 
     kl: KlTerm | None
@@ -91,12 +87,13 @@ class TrlRun(MeasuredRun):
     _failing = 0  # batches in a row with a step whose gradients were not finite
     _batch_fails = False  # whether this batch is one of them
     readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
+    reads_more: str | None = None  # a warning of what TRL's loss reads beside what is known
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
-        self.centering = Centering(trainer, block, self.ranks)
+        self.centering = Centering(self, block)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -158,8 +155,7 @@ class TrlRun(MeasuredRun):
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
+        audit(self.block.precision, self.read_trainer(), None, None, FIXES).raise_for_findings()
         # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
         accelerator = self.trainer.accelerator
         parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)
@@ -188,11 +184,11 @@ class TrlRun(MeasuredRun):
 
     # Once TRL has built both.
 
-    def begin(self, patch_digest: str) -> None:
-        """Audit both sides, wrap the engine, and say what is active."""
+    def begin(self) -> None:
+        """Put the sections in place, read both sides back, wrap the engine, and say what is active."""
         trainer = self.trainer
         self.held_scale = HeldScale(trainer.accelerator)
-        self.temperature: float = trainer.temperature
+        self.temperature = trainer.temperature
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
@@ -207,27 +203,10 @@ class TrlRun(MeasuredRun):
             settings = resolve(self.block.correction)
             if native_options(settings) is None:
                 self.correction = CorrectionTerm(settings, self.ranks)
-        self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self.log.sampled_with(self.scored_sampling)
-        self.alarms.install(trainer)
-        check_reference(trainer.accelerator, trainer.ref_model is not None)
-        if trainer.use_vllm:
-            self.find_engine()
         if self.block.precision is not None and self.block.precision.head is not None:
             self.keep_head_in_float32()
-        self.audit()
-        self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
+        super().begin()
         self._warn_of_settings()
-        with together(self.ranks):
-            self.warn_of_attention(trainer._tokenizer)
-        if trainer.use_vllm:
-            with together(self.ranks):
-                vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
-                self.checked = self._wrapped_engine(patch_digest, vocabulary)
-            self.checked.begin()
-            self.look_at_vocabulary(vocabulary)
-            with together(self.ranks):
-                self.warn_of_one_sided_head(vocabulary)
         self.log.announce()
 
     def _reward_kl(self) -> None:
@@ -248,8 +227,8 @@ class TrlRun(MeasuredRun):
                 "mismatch.precision.head: the trainer's weights are sharded, so that the dtype of its output head was not read "
                 "back; TRL's cast_lm_head_to_fp32 is set.",
             )
-        if (added := self.objective.reads.sentence()) is not None:
-            self.warn("trl_loss", added)
+        if self.reads_more is not None:
+            self.warn("trl_loss", self.reads_more)
         settings = None if self.correction is None else self.correction.settings
         if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
             engine: EngineReading = self.readings["engine"]
@@ -261,13 +240,13 @@ class TrlRun(MeasuredRun):
             if ragged is not None:
                 self.warn("kl_ragged", ragged)
 
-    def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
+    def wrapped_engine(self, vocabulary: Tensor) -> CheckedGeneration:
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
         routing = self.routing
         return CheckedGeneration(
             self,
             vocabulary=vocabulary,
-            patch_digest=patch_digest,
+            patch_digest=digest_of(self.patches),
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
             masks=self._engine_masks(),
             heads=self.centering.of_engine(),
@@ -296,11 +275,10 @@ class TrlRun(MeasuredRun):
 
     # One rollout batch.
 
-    @contextlib.contextmanager
-    def batch(self, size: int) -> Iterator[RolloutPass]:
-        """Keep what is known of a batch of so many rows while TRL generates and scores it."""
-        batch, trainer = RolloutPass(size=size), self.trainer
-        keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
+    def make_batch(self, host: Callable[..., dict[str, Any]], inputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate and score a batch as TRL does, and take it through the steps to its loss."""
+        batch, trainer = RolloutPass(size=len(inputs)), self.trainer
+        keeping = nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
         keeps_passes = self.kl_reward is not None or isinstance(trainer, RLOOTrainer)
         with self.scoring.of_batch(batch, keeps_passes=keeps_passes), keeping:
@@ -308,7 +286,21 @@ class TrlRun(MeasuredRun):
             if trainer.use_vllm:
                 with together(self.ranks):
                     self.follow_sampling()
-            yield batch
+            return self.scored(batch, host(inputs, *args, **kwargs))
+
+    def score_rows(self, host: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Score tokens as TRL does, under the routes and over the masks that are known of them."""
+        return self.scoring.score(host, model, *args, **kwargs)
+
+    def loss(self, host: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss of a micro-batch as TRL does, with the block's terms."""
+        with self.scoring.of_loss(inputs) as known:
+            return self.centering.added(self.objective.loss, host, model, known, *args, **kwargs)
+
+    def learning_rate(self, host: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+        """Return the rate that the last step applied."""
+        scheduled = host(*args, **kwargs)
+        return scheduled if self.lr is None else scheduled * self.lr.applied
 
     def rewarded(
         self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
@@ -330,19 +322,11 @@ class TrlRun(MeasuredRun):
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
         records = self._find_rows(batch, output, bad, held)
-        old = self._judged_logprobs(output, records, bad, held)
-        self._take_out(output, bad, held)
-        mask = mask_of(output, bad)
-        gap = None
-        if old is not None and records is not None:
-            gap = self._gap(output, old, records, mask, held)
-            self._measure_native_gap(output, bad, mask)
-        if gap is not None and self.correction is not None:
-            self._correct(self.correction, output, gap[0], mask)
-        self._note_weights(output, gap, mask)
-        if self.trainer.model.training:
-            self.steer(self.trainer._metrics["train"], gap, records, bad)
-        self.objective.follow_batch(output, mask, batch, gap)
+        old = self._judge_rows(output, records, bad, held)
+        gap = self._measure(output, old, records, bad, held)
+        self._correct(output, gap)
+        self._lead_rate(gap, records, bad)
+        self.objective.follow_batch(output, mask_of(output, bad), batch, gap)
         return output
 
     def _find_rows(
@@ -350,40 +334,18 @@ class TrlRun(MeasuredRun):
     ) -> list[RolloutRecord | None] | None:
         """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
         with together(self.ranks), self.log.refusing(self.split, held):
-            self.objective.expect_known_inputs(output)
-            self.scoring.expect_old(output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
-            self.centering.keep(batch.records)
+            self.centering.keep(batch.table, batch.records)
             self.scoring.settle(output, bad, lambda: self.score_again(output))
         if self.scoring.masking is not None:
             supports = self.scoring.supports_of(output)
             self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
         return records
 
-    def _measure_native_gap(self, output: Mapping[str, Any], bad: BadRows, mask: Tensor) -> None:
-        """Measure some batches under the model's own routes too."""
-        if self.routing is None or not self.routing.draws.native_gap():
-            return
-        with overridden(self.scoring, routing=None):
-            native = self.score_again(output)
-        with together(self.ranks):
-            native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-            self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
-
-    def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
-        """Note what TRL's loss is multiplied by, and what its clip will stop."""
-        trainer = self.trainer
-        if trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
-            self.log.mask(self.split, ratio, mask)
-        if trainer.model.training and gap is not None and isinstance(trainer, GRPOTrainer):
-            settings = None if self.correction is None else self.correction.settings
-            clips = clips_engine_ratio(settings, trainer.loss_type)
-            self.note(**phantom(trainer, output, gap, clips, self.ranks))
-
-    def _judged_logprobs(
+    def _judge_rows(
         self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch
     ) -> Tensor | None:
-        """Return the old log-probabilities `[B, T]`, and call rows bad of which they or the engine's are not finite.
+        """Return the old log-probabilities `[B, T]`, and let nothing be trained on that is made of rows with faulty numbers.
 
         Args:
             output: The batch, which gets the engine's log-probabilities where TRL drops them.
@@ -405,6 +367,10 @@ class TrlRun(MeasuredRun):
             self._own_pass_fails, self._batch_fails = told.anywhere[0], False
             # A loss scale has no part in what follows of such a row, however many steps the batch takes.
             self.held_scale.hold(self._own_pass_fails)
+        self.scoring.judge(output, bad)
+        if len(bad):
+            take_out(output, bad.flags(output["completion_ids"].device))
+        self.log.count_bad_rows(self.split, bad, held)
         return old
 
     def _judge_own_passes(self, output: Mapping[str, Any], old: Tensor | None, mask: Tensor, bad: BadRows) -> bool:
@@ -423,36 +389,45 @@ class TrlRun(MeasuredRun):
             bad.add_non_finite("old_logprobs", reference, mask, "reference")
         return fails
 
-    def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
-        """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
-        self.scoring.judge(output, bad)
-        if len(bad):
-            take_out(output, bad.flags(output["completion_ids"].device))
-        self.log.count_bad_rows(self.split, bad, held)
-
-    def _gap(
+    def _measure(
         self,
         output: dict[str, Any],
-        old_logprobs: Tensor,
-        records: Sequence[RolloutRecord | None],
-        mask: Tensor,
+        old: Tensor | None,
+        records: Sequence[RolloutRecord | None] | None,
+        bad: BadRows,
         held: ColumnBatch,
-    ) -> Gap:
-        """Measure the gap of the rows of a batch that are not bad."""
-        with together(self.ranks), self.log.holding(self.split, held):
-            gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
-            held.routes = [None if record is None else record.routing for record in records]
+    ) -> Gap | None:
+        """Measure the gap of the rows that are not bad, of some batches under the model's own routes too."""
+        if old is None or records is None:
+            return None
+        with together(self.ranks):
+            gap = self.measure_gap(output, old, output[ROLLOUT], records, bad, held)
             old, rollout, sampled = gap
-            self.log.observe(self.split, old=old, rollout=rollout, mask=sampled)
-            self.log.observe_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
+            self.log.sums.add_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
+        if self.routing is not None and self.routing.draws.native_gap():
+            with overridden(self.scoring, routing=None):
+                native = self.score_again(output)
+            with together(self.ranks):
+                native = torch.where(sampled, native, 0.0)
+                self.log.sums.add_gap(self.split, old=native, rollout=rollout, mask=sampled, native=True)
         return gap
 
-    def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
-        """Weigh a batch; the gap and the KL have read `OLD` before, which `bypass` replaces."""
-        figures = correction.apply(output, old_logprobs, mask)
-        if (shift := baseline_shift(output, mask, self.ranks)) is not None:
-            figures = figures | {"rejected_adv_shift": shift}
-        self.note(**figures)
+    def _correct(self, output: dict[str, Any], gap: Gap | None) -> None:
+        """Weigh a batch, and note what TRL's clip will stop; KL and gap have read `OLD` before, which `bypass` replaces."""
+        if gap is None:
+            return
+        trainer, (old, _, sampled) = self.trainer, gap
+        settings = None
+        if self.correction is not None:
+            settings = self.correction.settings
+            figures = self.correction.apply(output, old, sampled)
+            if (shift := baseline_shift(output, sampled, self.ranks)) is not None:
+                figures = figures | {"rejected_adv_shift": shift}
+            self.note(**figures)
+        self.note_weights(output, sampled)
+        if trainer.model.training and isinstance(trainer, GRPOTrainer):
+            clips = clips_engine_ratio(settings, trainer.loss_type)
+            self.note(**phantom(trainer, output, gap, clips, self.ranks))
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
@@ -472,16 +447,11 @@ class TrlRun(MeasuredRun):
 
     # The learning rate.
 
-    def steer(
-        self,
-        metrics: Mapping[str, list[float]],
-        gap: Gap | None,
-        records: Sequence[RolloutRecord | None] | None,
-        bad: BadRows,
-    ) -> None:
+    def _lead_rate(self, gap: Gap | None, records: Sequence[RolloutRecord | None] | None, bad: BadRows) -> None:
         """Let a fresh batch of completions lead the rate of the step that learns from it; its bad rows do not count."""
-        if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
+        if self.lr is None or self.lr.rate is None or not self.lr.config.watches or not self.trainer.model.training:
             return
+        metrics = self.trainer._metrics["train"]
         trigger = self.lr.config.trigger
         if trigger == "response_length":
             if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
@@ -513,13 +483,16 @@ class TrlRun(MeasuredRun):
         truncated = torch.tensor([int(record.response_ids[-1]) not in ends for record in good], dtype=torch.bool)
         return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
-    def grad_norm(self, norm: Any) -> None:
-        """Let the gradient norm lead the rate of the step that is about to be taken, which is skipped if the norm is not finite.
+    def grad_norm(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the gradient norm, and let it lead the rate of the step that is about to be taken.
+
+        The step is skipped if the norm is not finite.
 
         Raises:
             NonFiniteLogprobError: The norm is not finite, and the step would be taken, or too many batches had such a step. The
                 norm is that of all ranks, so that all of them raise.
         """
+        norm = host(*args, **kwargs)
         if norm is not None:
             if not math.isfinite(float(norm)):
                 self._skip_step(float(norm))
@@ -527,6 +500,7 @@ class TrlRun(MeasuredRun):
                 self._failing = 0
         if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
             self.lr.rate.collect({"grad_norm": float(norm)})
+        return norm
 
     def _skip_step(self, norm: float) -> None:
         """See to it that a step whose gradients are not finite is skipped; raises as `grad_norm`."""
@@ -552,11 +526,13 @@ class TrlRun(MeasuredRun):
 
     # Logs, and what a checkpoint holds.
 
-    def further_metrics(self) -> dict[str, float]:
-        """Return metrics of weight updates, and what rounding leaves of adapters."""
-        metrics = super().further_metrics()
+    def training_metrics(self) -> dict[str, float]:
+        """Return the metrics of training steps, with what rounding leaves of adapters."""
+        metrics = super().training_metrics()
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
+        if self.correction is not None:
+            metrics |= self.correction.metrics()
         return metrics | self.centering.metrics()
 
     def begin_anew(self) -> None:

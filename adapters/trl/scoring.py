@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,15 +54,6 @@ _OTHER_TOKENS = (
 )
 
 
-@dataclass
-class LossPasses:
-    """What the policy has scored while a loss is computed."""
-
-    has_gradients: bool  # whether the loss is; then only passes with gradients count
-    replayed: set[RowKey] = field(default_factory=set)  # rows scored under their routes and over their masks
-    has_others: bool = False  # whether it has scored other rows, too
-
-
 class Scoring:
     """The passes of one trainer's model."""
 
@@ -73,9 +63,9 @@ class Scoring:
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
         self.tables = RowTables()
         self.batch: RolloutPass | None = None  # that is being generated and scored
-        self.loss: LossPasses | None = None  # of the loss that is being computed
+        self.replayed: set[RowKey] | None = None  # rows that were replayed for the loss that is being computed
+        self._has_gradients = False  # whether that loss has; then only passes with gradients count
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
-        self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
         self.remembered = Remembered()
 
     def watch(self) -> None:
@@ -121,9 +111,9 @@ class Scoring:
     ) -> Scores:  # fmt: skip
         """Score tokens as TRL does, under the routes and over the masks that are known of them, bad rows as constants."""
         rows = (input_ids, attention_mask, logits_to_keep)
-        trained = not self.ours and not self.is_reference(model) and self._is_trained(model)
+        trained = not self.is_reference(model) and self._is_trained(model)
         # Outside of a loss, TRL scores new rows without gradients: of these it is not known yet whether they are bad.
-        may_be_bad = trained and bool(self.remembered) and (self.loss is not None or torch.is_grad_enabled())
+        may_be_bad = trained and bool(self.remembered) and (self.replayed is not None or torch.is_grad_enabled())
         if not self.sections and not may_be_bad:
             return cast("Scores", host(model, *rows, *args, **options))
         keys = row_keys(*rows)
@@ -150,19 +140,9 @@ class Scoring:
                 f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
                 "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
             )
-        if trained:
-            self._note(keys, routed if masked is not None or self.masking is None else [])
+        if trained and self.replayed is not None and torch.is_grad_enabled() >= self._has_gradients:
+            self.replayed.update(routed if masked is not None or self.masking is None else ())
         return scores
-
-    def _note(self, keys: Sequence[RowKey], replayed: Sequence[RowKey]) -> None:
-        """Note which rows of a pass of the policy were replayed."""
-        if self.loss is not None:
-            if torch.is_grad_enabled() or not self.loss.has_gradients:
-                self.loss.replayed.update(replayed)
-                self.loss.has_others |= len(replayed) < len(keys)
-        elif self.batch is not None and replayed:
-            # Rows of other tokens in a pass over the batch are bad, which is found out once it is scored.
-            self.batch.table.replayed.update(keys if self.batch.has_size_of(len(keys)) else replayed)
 
     def _tables(self) -> list[RowTable]:
         """Return where to look for rows; a batch that is being made is sampled and recorded anew."""
@@ -262,42 +242,29 @@ class Scoring:
     # One loss.
 
     @contextmanager
-    def of_loss(self, inputs: dict[str, Any], *, whole: bool) -> Iterator[dict[str, Any]]:
-        """Know the bad rows of a micro-batch, or of a part of it, and that its rows are replayed, while its loss is computed.
+    def of_loss(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Know the bad rows of a micro-batch, and that its rows are replayed, while its loss is computed.
 
         Yields the inputs, in which no bad row has numbers of its own.
 
         Args:
             inputs: What `_compute_loss` is given.
-            whole: Whether TRL's own loss gets it. A user's may give TRL's a part of the rows.
 
         Raises:
-            ReplayError: TRL's loss was given rows that were not replayed, or may have been.
+            ReplayError: A row was not replayed.
         """
         keys = row_keys(*rows_of_batch(inputs)) if self.sections or self.remembered else []
         bad = self._are_bad(keys)
         if bool(bad.any()):
             inputs = dict(inputs)
             take_out(inputs, bad.to(inputs["completion_ids"].device))
-        self.loss = passes = LossPasses(has_gradients=torch.is_grad_enabled())
+        self.replayed, self._has_gradients, self.passes = set(), torch.is_grad_enabled(), []
         try:
             yield inputs
+            if self.sections and not self.replayed.issuperset(keys):
+                raise self.refusal()
         finally:
-            self.loss = None
-        if self.sections:
-            self._expect_replayed(passes, keys, whole)
-
-    def _expect_replayed(self, passes: LossPasses, keys: Sequence[RowKey], whole: bool) -> None:
-        found = [key in passes.replayed for key in keys]
-        if not (all(found) if whole else any(found)):
-            raise self.refusal()
-        if passes.has_gradients and passes.has_others and not whole:
-            raise ReplayError(
-                f"{self.sections} with {type(self.trainer).__name__}, which scored other rows than the micro-batch's with "
-                "gradients: TRL's own loss may be made of them, without replay. Score them under torch.no_grad(), or put your "
-                "class first, class T(Yours, MismatchGRPOTrainer), and call super()._compute_loss, which is then checked apart "
-                "from them."
-            )
+            self.replayed = self.passes = None
 
     def refusal(self) -> ReplayError:
         """Return the error for a loss whose rows were not replayed."""
@@ -371,21 +338,6 @@ class Scoring:
         include_equal_rows(bad, keys)
         self.batch.table.judge(keys, bad.faults)
         self.remembered.add(keys[row] for row in bad.faults)
-
-    def expect_old(self, output: Mapping[str, Any]) -> None:
-        """Refuse old log-probabilities that are of no pass under the routes and over the masks of their rows."""
-        name = next((name for name in (OLD, "old_logps") if output.get(name) is not None), None)  # GRPO's and RLOO's
-        if name is None or not self.sections:
-            return
-        assert self.batch is not None
-        # A completion that was turned into padding since is not trained on.
-        if not all(key in self.batch.table.replayed for key in row_keys(*rows_of_batch(output)) if key[1]):
-            raise RecordError(
-                f"{self.sections}: {name} come from no replayed pass of the trained model over the batch's tokens. Score them "
-                "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model. "
-                "A class that adds rows of an earlier batch has to be first: class T(Yours, MismatchGRPOTrainer). Or remove "
-                f"{self.sections}."
-            )
 
     # Models.
 

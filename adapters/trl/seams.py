@@ -1,4 +1,4 @@
-"""What this package relies on in TRL besides the methods that `MismatchTrainerMixin` overrides, and what it refuses by name."""
+"""What this package relies on in TRL, and what it refuses by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,39 @@ _CLIENT = "trl.generation.vllm_client:VLLMClient"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 
+# By name, the first arguments of the methods that `MismatchTrainerMixin` overrides.
+OVERRIDDEN: dict[str, tuple[str, ...]] = {
+    "create_accelerator_and_postprocess": (),
+    "_generate_and_score_completions": ("inputs",),
+    "_generate": (),
+    "_get_per_token_logps_and_entropies": ("model",),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+    "_get_grad_norm": (),
+    "_get_learning_rate": (),
+    "train": ("resume_from_checkpoint",),
+    "log": ("logs",),
+    "evaluate": ("eval_dataset", "ignore_keys", "metric_key_prefix"),
+    "_save_checkpoint": ("model", "trial"),
+}
+
+
+def _trainer(name: str, module: str) -> Seam:
+    """Return what ours override in a trainer of TRL's."""
+    return Seam(
+        name=f"trl/{module}",
+        features=("monitor",),
+        what="the methods that MismatchTrainerMixin overrides",
+        claims=tuple(exists(f"trl.trainer.{module}:{name}.{method}", *first) for method, first in OVERRIDDEN.items()),
+        checked="an optimizer step whose losses did not come through ours is refused",
+        upstream=f"{_SOURCE}trainer/{module}.py",
+        where=(name,),
+    )
+
 
 SEAMS = (
+    _trainer("GRPOTrainer", "grpo_trainer"),
+    _trainer("RLOOTrainer", "rloo_trainer"),
     Seam(
         name="trl/colocated_engine",
         features=("monitor",),
@@ -47,8 +78,7 @@ SEAMS = (
         features=("sampling_mask",),
         what="log-probabilities over sampling masks, from what the fused output projection takes",
         claims=(exists("trl.trainer.utils:add_fused_lm_head"), exists("trl.trainer.utils:_ChunkedLogProbFunction")),
-        checked="the patch's probe computes a small head, a batch that is scored elsewhere is refused, and so is a loss that "
-        "reads a new input, as TRL's own sampling masks (1.17 and later), which nobody has run with a block",
+        checked="the patch's probe computes a small head, and a batch that is scored elsewhere is refused",
         upstream=_SOURCE + "trainer/utils.py",
         where=("GRPOTrainer",),
     ),

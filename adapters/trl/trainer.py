@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from contextlib import nullcontext
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.trl.attach import Attached
@@ -20,9 +18,8 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, SeamError
-from mismatch_ext.patching import Patch, applied, described, digest_of
-from mismatch_ext.versions import PEERS, installed
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.patching import Patch, applied, described
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -69,7 +66,7 @@ class MismatchTrainerMixin(_Host):
             # The patches of each step are checked here, before a model or an engine is built.
             run.patches = [*patches, *described(*run.step_patches(config))]
             super().__init__(model, *args, **kwargs)
-        run.begin(digest_of(run.patches))
+        run.begin()
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
@@ -83,79 +80,59 @@ class MismatchTrainerMixin(_Host):
     # One rollout, in its order.
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        host = super()._generate_and_score_completions
-        if self._acting is None:
-            return host(inputs, *args, **kwargs)
-        with self._acting.batch(len(inputs)) as batch:
-            return self._acting.scored(batch, host(inputs, *args, **kwargs))
+        return _through(self._acting, "make_batch", super()._generate_and_score_completions, inputs, *args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        host = super()._generate
-        return host(*args, **kwargs) if self._acting is None else self._acting.generated(host, *args, **kwargs)
+        return _through(self._acting, "generated", super()._generate, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        host = super()._get_per_token_logps_and_entropies
-        return (
-            host(model, *args, **kwargs)
-            if self._acting is None
-            else self._acting.scoring.score(host, model, *args, **kwargs)
-        )
+        return _through(self._acting, "score_rows", super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        host, given = super()._calculate_rewards, (inputs, prompts, completions, completion_ids_list, *args)
-        return host(*given, **kwargs) if self._acting is None else self._acting.rewarded(host, *given, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on a micro-batch as TRL does."""
-        host = super().training_step
-        return host(*args, **kwargs) if self._acting is None else self._acting.objective.trained(host, *args, **kwargs)
+        given = (inputs, prompts, completions, completion_ids_list, *args)
+        rewards: Tensor = _through(self._acting, "rewarded", super()._calculate_rewards, *given, **kwargs)
+        return rewards
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        host: Any = super()._compute_loss
-        if self._acting is None:
-            return host(model, inputs, *args, **kwargs)
-        with self._acting.scoring.of_loss(inputs, whole=host.__module__.startswith("trl.")) as known:
-            return self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
+        return _through(self._acting, "loss", super()._compute_loss, model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        if self._acting is not None:
-            self._acting.grad_norm(norm)
-        return norm
+        return _through(self._acting, "grad_norm", super()._get_grad_norm, *args, **kwargs)
 
     def _get_learning_rate(self, *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
-        scheduled = super()._get_learning_rate(*args, **kwargs)
-        return scheduled if self._acting is None or self._acting.lr is None else scheduled * self._acting.lr.applied
+        rate: float = _through(self._acting, "learning_rate", super()._get_learning_rate, *args, **kwargs)
+        return rate
 
     # Trainings, logs, evaluations and checkpoints.
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; the metrics file says how it ended."""
-        training = nullcontext() if self._acting is None else self._acting.training(resume_from_checkpoint)
-        with training:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        return _through(self._acting, "train", super().train, resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self._acting is None:
-            super().log(logs, *args, **kwargs)
-        else:
-            self._acting.logged(super().log, logs, *args, **kwargs)
+        _through(self._acting, "logged", super().log, logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        with nullcontext() if self._acting is None else self._acting.evaluation(metric_key_prefix):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        return _through(
+            self._acting, "evaluate", super().evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self._acting is not None:
-            self._acting.save(trial)
-        super()._save_checkpoint(model, trial, *args, **kwargs)
+        _through(self._acting, "save", super()._save_checkpoint, model, trial, *args, **kwargs)
+
+
+def _through(acting: TrlRun | None, method: str, host: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call TRL's method through the run's, which takes it first; without a config that acts, call it alone."""
+    if acting is None:
+        return host(*args, **kwargs)
+    return getattr(acting, method)(host, *args, **kwargs)
 
 
 def _uncompiled(config: Any) -> list[Patch]:
@@ -173,38 +150,9 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
             "not known when rewards are computed; use reward_path='surrogate'."
         )
     run.centering.check(stitches=stitches)
-    _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-    run.objective.reads = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
-
-
-def _check_overrides(trainer: type[Any]) -> None:
-    """Refuse a TRL or transformers that lacks a method which ours overrides, because nobody would call ours."""
-    hosts = [kind for kind in trainer.__mro__ if kind.__module__.partition(".")[0] in ("trl", "transformers")]
-    for name, method in vars(MismatchTrainerMixin).items():
-        if not inspect.isfunction(method):
-            continue
-        host = next((vars(kind)[name] for kind in hosts if name in vars(kind)), None)
-        wanted = _leading(method)
-        if host is None:
-            found = f"have no {name}"
-        elif _leading(host)[: len(wanted)] != wanted:
-            found = f"have {name}({', '.join(_leading(host))}), and {name}({', '.join(wanted)}) is needed"
-        else:
-            continue
-        versions = {peer: installed(peer) for peer in ("trl", "transformers")}
-        install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in versions.items())
-        raise SeamError(
-            f"{trainer.__name__}: trl {versions['trl']} and transformers {versions['transformers']} {found}. Install versions "
-            f"that were run (pip install {install})."
-        )
-
-
-def _leading(method: Any) -> list[str]:
-    """Return the names of a method's first arguments, up to `*args`."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    return [one.name for one in takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)]
+    run.reads_more = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

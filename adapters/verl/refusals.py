@@ -16,7 +16,7 @@ from typing import Any
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
+from mismatch_ext.precision.dtypes import TrainerFixes, spelled
 from mismatch_ext.presets import DPPO, PRESETS, ResolvedCorrection, resolve
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
@@ -266,7 +266,7 @@ def _other_cache(value: Any, asked: Asked) -> bool:
     assert asked.block.precision is not None
     if asked.engine != "vllm" or value is None:
         return False
-    return value not in PrecisionPolicy.of(asked.block.precision).kv_cache_dtypes
+    return value not in asked.block.precision.kv_cache_dtypes
 
 
 def _other_replay(value: Any, asked: Asked) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
+# Arguments by which a run says how much memory its engine takes.
+SIZES_OF_MEMORY = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+# A cache holds so many times what is asked for: the prefix cache keeps what was asked for before.
+KEPT = 2
+
 
 class VllmEngine:
     """A vLLM engine in this process.
@@ -40,6 +46,7 @@ class VllmEngine:
         dtype: Its compute dtype.
         shape: The shape of the routes that it has to record; None for a model without experts.
         arguments: Arguments of `vllm.LLM`, as the run has them.
+        lengths: Number of tokens of each sequence that it has to hold at a time; on a CPU, its KV cache is made for these.
 
     Attributes:
         reading: What the engine runs with, read back from it.
@@ -51,7 +58,13 @@ class VllmEngine:
     """
 
     def __init__(
-        self, model: str, *, dtype: str, shape: RoutingShape | None = None, arguments: Mapping[str, Any] | None = None
+        self,
+        model: str,
+        *,
+        dtype: str,
+        shape: RoutingShape | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        lengths: Sequence[int] = (),
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its settings are read back from its objects
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to where the table is printed
@@ -68,8 +81,9 @@ class VllmEngine:
             asked[FLAG] = True
         if current_platform.is_cpu():
             asked["enforce_eager"] = True
-            asked["gpu_memory_utilization"] = free_share()
         asked |= arguments or {}
+        if current_platform.is_cpu() and not asked.keys() & SIZES_OF_MEMORY:
+            asked |= memory_for(model, asked, lengths)
         self._shape = shape
         self.cached_prompts = 0
         try:
@@ -203,12 +217,42 @@ class VllmEngine:
             ) from error
 
 
-def free_share() -> float:
-    """Return half of the machine's free memory as a share of all memory; the other half is for the trainer's side."""
+def memory_for(model: str, asked: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the argument of `vllm.LLM` that bounds a CPU engine's memory, by half of what is free; the rest is the trainer's.
+
+    Args:
+        model: Folder of the checkpoint.
+        asked: The other arguments of `vllm.LLM`.
+        lengths: Number of tokens of each sequence that the engine has to hold at a time; empty if that is not known.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
-    return float(round(max(0.01, 0.5 * memory.available / memory.total), 3))
+    half = memory.available // 2
+    needed = cache_bytes(model, asked, lengths) if lengths else None
+    if needed is not None and needed <= half:
+        return {"kv_cache_memory_bytes": needed}
+    return {"gpu_memory_utilization": round(max(0.01, half / memory.total), 3)}
+
+
+def cache_bytes(model: str, asked: Mapping[str, Any], lengths: Sequence[int]) -> int | None:
+    """Return the bytes of a KV cache that holds sequences of these lengths; None if a cache is not keys and values alone."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=model, **asked).create_engine_config()
+    its_model, block = config.model_config, config.cache_config.block_size
+    if its_model.is_hybrid or its_model.is_attention_free or its_model.is_encoder_decoder:
+        return None
+    layers = its_model.get_num_layers(config.parallel_config)
+    heads = its_model.get_num_kv_heads(config.parallel_config)
+    dtype = its_model.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM has resolved its name
+    token_bytes = 2 * layers * heads * its_model.get_head_size() * dtype.itemsize
+    # vLLM generates a token behind each sequence that it scores, and refuses a cache that its longest sequence does not fit into.
+    blocks = sum(length // block + 1 for length in lengths)
+    longest = its_model.max_model_len // block + 1
+    # One block is never used.
+    return (KEPT * max(blocks, longest) + 1) * block * token_bytes
 
 
 def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:

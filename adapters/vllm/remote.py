@@ -117,6 +117,12 @@ class RemoteEngine:
         return int(self.config["model_config"]["max_model_len"]) - 1
 
     @property
+    def most_logprobs(self) -> int | None:
+        """Largest number of log-probabilities that a request may ask for at each token; None without a limit."""
+        most = int(self.config["model_config"]["max_logprobs"])
+        return None if most < 0 else most
+
+    @property
     def records_routing(self) -> bool:
         """Whether the server returns the experts that tokens were routed to."""
         holders = (self.config["model_config"], self.config.get("aux_output_config") or {})

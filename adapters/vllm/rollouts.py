@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.heads import head_of, is_flat
 from mismatch_ext.adapters.vllm.routing import to_traces
 
 from mismatch_ext import rollout
+from mismatch_ext.bad_rows import BadRows, Fault
+from mismatch_ext.centering import TokenHead
 from mismatch_ext.errors import EngineError, RecordError
 from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
@@ -52,11 +55,11 @@ def to_records(
     routing: Sequence[RoutingTrace] | None = None
     if shape is not None:
         routing = to_traces(outputs, prompt_ids=prompt_ids, shape=shape, version=provenance.weight_version, n=n)
-    heads = [head_of(completion.logprobs, top_k) for completion in completions] if top_k else None
+    heads, faults = _heads(completions, top_k)
     cached = None
     if n == 1:  # of several responses to a prompt, vLLM says only what one of them took from the cache
         cached = [getattr(output, "num_cached_tokens", None) for output in outputs]
-    return rollout.to_records(
+    records = rollout.to_records(
         [ids for ids in prompt_ids for _ in range(n)],
         [completion.token_ids for completion in completions],
         [_logprobs(completion, row) for row, completion in enumerate(completions)],
@@ -66,6 +69,28 @@ def to_records(
         finish_reasons=[completion.finish_reason for completion in completions],
         cached_tokens=cached,
     )
+    for row, fault in faults.items():
+        records[row] = replace(records[row], fault=records[row].fault or fault)
+    return records
+
+
+def _heads(completions: Sequence[Any], top_k: int) -> tuple[list[TokenHead | None] | None, dict[int, Fault]]:
+    """Return the head of each response and the faults of rows that have none; None for all if none are kept.
+
+    Raises RecordError if no row has a head, which is no fault of single rows.
+    """
+    if not top_k:
+        return None, {}
+    bad = BadRows(len(completions))
+    heads: list[TokenHead | None] = []
+    for row, completion in enumerate(completions):
+        head = None
+        with bad.judging(row, "head"):
+            head = head_of(completion.logprobs, top_k)
+        heads.append(head)
+    if bad.spoil_all:
+        raise RecordError(bad.faults[0].message)
+    return heads, bad.faults
 
 
 def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) -> Iterator[Any]:

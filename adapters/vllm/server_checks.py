@@ -5,10 +5,11 @@ from __future__ import annotations
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import PrecisionPolicy, spelled
+from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.presets import resolve
 from mismatch_ext.versions import installed
 
 LOGPROBS = "processed_logprobs"
@@ -85,20 +86,36 @@ class ServerCheck:
             why = f"mismatch.precision.head is {precision.head!r}, and its output head {found}"
             flags.append((f'--hf-overrides \'{{"head_dtype": "{precision.head}"}}\'', why))
         if precision is not None:
-            flags += self._quantized(PrecisionPolicy.of(precision), reading)
+            flags += self._quantized(precision, reading)
+        flags += self._most_likely(remote)
         if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:
             flags.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
         return flags
 
-    def _quantized(self, policy: PrecisionPolicy, reading: EngineReading) -> list[tuple[str, str]]:
+    def _most_likely(self, remote: RemoteEngine) -> list[tuple[str, str]]:
+        """Return the flag by which the server reports as many likely tokens as score centering asks for, with the reason."""
+        settings = None if self.block.correction is None else resolve(self.block.correction)
+        if settings is None or settings.centering is None:
+            return []
+        most, top_k = remote.most_logprobs, settings.centering.top_k
+        if most is None or most >= top_k:
+            return []
+        return [
+            (
+                f"--max-logprobs {top_k}",
+                f"mismatch.correction.centering.top_k is {top_k}, and it reports {most} at most",
+            )
+        ]
+
+    def _quantized(self, precision: PrecisionConfig, reading: EngineReading) -> list[tuple[str, str]]:
         """Return the flags for parts that are not quantized as asked, with reasons; the audit refuses what was not asked for."""
         flags = []
-        if policy.quantization not in (None, reading.quantization):
+        if precision.engine_weights not in (None, reading.quantization):
             why = f"mismatch.precision.engine_weights, and it has {reading.quantization or 'none'}"
-            flags.append((f"--quantization {policy.quantization}", why))
-        if policy.kv_cache is not None and reading.kv_cache_dtype not in policy.kv_cache_dtypes:
+            flags.append((f"--quantization {precision.engine_weights}", why))
+        if precision.engine_kv_cache is not None and reading.kv_cache_dtype not in precision.kv_cache_dtypes:
             why = f"mismatch.precision.engine_kv_cache, and it has {reading.kv_cache_dtype}"
-            flags.append((f"--kv-cache-dtype {policy.kv_cache}", why))
+            flags.append((f"--kv-cache-dtype {precision.engine_kv_cache}", why))
         return flags
 
 

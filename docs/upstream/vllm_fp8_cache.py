@@ -23,12 +23,12 @@ def seen() -> float:
 
 def with_workaround() -> float:
     """Audit an engine with such a cache as every run is."""
+    from mismatch_ext.config import PrecisionConfig
     from mismatch_ext.precision.audit import AuditReport, EngineReading, engine_checks
-    from mismatch_ext.precision.dtypes import PrecisionPolicy
 
     held = {"model_dtype": "bfloat16", "parameter_dtypes": {}, "logprobs_mode": "", "quantization": None}
     reading = EngineReading(engine="vllm", version="0", kv_cache_dtype="fp8_e4m3", **held)
-    checks = engine_checks(PrecisionPolicy("bfloat16"), reading)
+    checks = engine_checks(PrecisionConfig(dtype="bfloat16"), reading)
     AuditReport(dtype="bfloat16", checks=tuple(checks)).raise_for_findings()
     return seen()
 

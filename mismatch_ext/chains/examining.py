@@ -129,14 +129,16 @@ def _broken(conversation: Conversation, number: int, parent: int, chain: _Chain,
     causes = explain(earlier, later, chat, parts)
     fix, tried = try_fixes(causes, conversation.turns[:parent], later, chat, parts)
     place = chain.place(token)
+    first, *others = causes
+    further = dict.fromkeys(cause for cause in others if cause != first)
     return Break(
         conversation=conversation.name,
         turn=number,
         after=parent,
         where=later.where,
-        cause=causes[0],
-        said=CAUSES[causes[0]],
-        further=tuple(dict.fromkeys(cause for cause in causes[1:] if cause != causes[0])),
+        cause=first,
+        said=CAUSES[first],
+        further=tuple(further),
         token=token,
         place=place,
         forks=True,

@@ -118,14 +118,16 @@ def _ids(reader: Reader, line: Line, where: str) -> list[Turn]:
             f"{where}: {len(mask)} values of response_mask for {len(columns.response_ids)} response_ids. Give one for each."
         )
     messages = line.get("messages")
+    request = None if messages is None else reader.request(line, messages, where)
+    prompt_ids, response_ids = tuple(columns.prompt_ids), tuple(columns.response_ids)
     turn = Turn(
         where=where,
-        prompt_ids=tuple(columns.prompt_ids),
-        response_ids=tuple(columns.response_ids),
-        prompt_text=reader.chat.decode(columns.prompt_ids),
-        response_text=reader.chat.decode(columns.response_ids),
-        sampled=(True,) * len(columns.response_ids) if mask is None else tuple(mask),
-        request=None if messages is None else reader.request(line, messages, where),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        prompt_text=reader.chat.decode(prompt_ids),
+        response_text=reader.chat.decode(response_ids),
+        sampled=(True,) * len(response_ids) if mask is None else tuple(mask),
+        request=request,
         finish_reason=line.get("finish_reason"),
     )
     return [turn]

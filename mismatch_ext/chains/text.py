@@ -40,11 +40,10 @@ def _lines(chains: Chains) -> Iterator[str]:
 def figures(chains: Chains) -> str:
     """Return the first line: how many conversations fork, and what became of them."""
     share = chains.misplaced_tokens / chains.sampled_tokens if chains.sampled_tokens else 0.0
-    return (
-        f"{chains.forked:,} of {chains.conversations:,} conversations fork ({chains.forked_frac:.0%}); training samples: "
-        f"{chains.samples:,}, at most {chains.most_samples:,} from one conversation; {chains.misplaced_tokens:,} of "
-        f"{chains.sampled_tokens:,} sampled tokens ({share:.0%}) have log-probabilities that no longer belong to them"
-    )
+    forks = f"{chains.forked:,} of {chains.conversations:,} conversations fork ({chains.forked_frac:.0%})"
+    samples = f"training samples: {chains.samples:,}, at most {chains.most_samples:,} from one conversation"
+    misplaced = f"{chains.misplaced_tokens:,} of {chains.sampled_tokens:,} sampled tokens ({share:.0%})"
+    return f"{forks}; {samples}; {misplaced} have log-probabilities that no longer belong to them"
 
 
 def chosen(breaks: tuple[Break, ...]) -> list[Break]:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mismatch_ext.doctor.diagnose import LEAST_BEFORE, SCHEMA, begins
+from mismatch_ext.doctor.diagnose import SCHEMA
+from mismatch_ext.doctor.evidence import LEAST_BEFORE, begins
 from mismatch_ext.doctor.log_notes import finite_rows, notes_of_settings, notes_of_values
 from mismatch_ext.doctor.logged import FILE, Logged
 from mismatch_ext.doctor.sample import Floats, Sample

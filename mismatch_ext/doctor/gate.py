@@ -12,17 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch_ext.doctor.diagnose import (
-    FEW_FLIPS,
-    FLIPS,
-    STANDS_OUT,
-    TRAINER_ROUNDING,
-    Block,
-    Scores,
-    judge_attention,
-)
+from mismatch_ext.doctor.diagnose import FEW_FLIPS, FLIPS, STANDS_OUT, TRAINER_ROUNDING
+from mismatch_ext.doctor.evidence import Block, Scores
 from mismatch_ext.doctor.fits import ROUNDING, Noise
 from mismatch_ext.doctor.logits import score_tokens
+from mismatch_ext.doctor.named import judge_attention
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.gap import k3
 

@@ -1,4 +1,4 @@
-"""Whether the trainer that was scored is the one whose log-probabilities a log holds; about another one nothing is said.
+"""Whether the trainer that was scored is the one whose log-probabilities a log holds.
 
 Suffixes of shapes: N tokens.
 """
@@ -6,14 +6,14 @@ Suffixes of shapes: N tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from mismatch_ext.doctor.diagnose import APART, LEAST_TOKENS, NEAR, TRAINER_ROUNDING, Diagnosis, Scores
+from mismatch_ext.doctor.diagnose import TRAINER_ROUNDING
+from mismatch_ext.doctor.evidence import APART, LEAST_TOKENS, NEAR, LoggedTrainer, Scores, plain_pass
 from mismatch_ext.doctor.fits import FLOAT32_UNITS, TAIL, Noise, narrowed
 from mismatch_ext.doctor.logits import TEMPERATURES, LogitTable, score_tokens
 from mismatch_ext.doctor.sample import Floats, Sample
@@ -23,20 +23,14 @@ from mismatch_ext.gap import k3
 STEPS = 14
 
 
-def against_logged(
-    diagnosis: Diagnosis,
-    sample: Sample,
-    scores: Scores,
-    logged: Floats,
-    stated: float | None = None,
-    *,
-    scored_late: bool = False,
-) -> Diagnosis:
-    """Return the diagnosis with how far the scored trainer is from the log's own, and without a verdict if that is too far.
+def compare_logged(
+    sample: Sample, scores: Scores, logged: Floats, stated: float | None = None, *, scored_late: bool = False
+) -> LoggedTrainer:
+    """Say how far the scored trainer is from the log's own.
 
     Two trainers that each err no more than rounding are no farther apart than the sum of both errors, in the mean. `logged` are
     the log's `trainer_logprobs` `[N]`, NaN where it has none, and `stated` the temperature that the log was sampled at. If they
-    may be of later weights than those that sampled (`scored_late`), their distance only is a note.
+    may be of later weights than those that sampled (`scored_late`), no distance makes another trainer.
     """
     known = np.isfinite(logged)
     gap = torch.from_numpy((logged - sample.engine)[known])
@@ -44,20 +38,20 @@ def against_logged(
         f"mean |Δlogp| is {float(gap.abs().mean()):.1e} nats, k3 {float(k3(gap).mean()):.1e}, on {len(gap):,} tokens"
     )
     apart, table = logged - scores.trainer, LogitTable.of(sample, scores.logits, scores.temperature)
-    plain = scores.trainer if scores.straight is None else scores.straight
+    plain = plain_pass(scores)
     own, trainers = (scores.own - table.logprob)[known], [(side - table.logprob)[known] for side in (plain, logged)]
     mean, tail = _over(apart[known], scores.float32_error, own, *trainers)
     far = float(np.abs(apart[known]).mean())
-    note = (
+    said = (
         f"by the log's own trainer_logprobs {from_engine}; --model scores them {far:.1e} nats apart "
         f"from the log's trainer, {mean:.1f} times its rounding, {tail:.1f} times for the largest hundredth"
     )
     if _agrees(apart[known], 1 + TRAINER_ROUNDING, scores.float32_error, own, *trainers):
-        return replace(diagnosis, notes=(*diagnosis.notes, note))
+        return LoggedTrainer(said=said, far=far, other=False)
     if scored_late:
-        note += "; the log's may be of later weights than those that sampled, so this does not show another trainer"
-        return replace(diagnosis, notes=(*diagnosis.notes, note))
-    note += ": it is not the trainer of the log"
+        said += "; the log's may be of later weights than those that sampled, so this does not show another trainer"
+        return LoggedTrainer(said=said, far=far, other=False)
+    said += ": it is not the trainer of the log"
     heat = _temperature(table, logged, known, stated)
     at_heat, heated_spread = score_tokens(sample, scores.logits, heat)
     own_noise = Noise.of(plain - table.logprob, table.spread, scores.float32_error)
@@ -65,13 +59,8 @@ def against_logged(
     if abs(heat / scores.temperature - 1) >= NEAR and _agrees(
         (logged - at_heat)[known], TRAINER_ROUNDING, heated.float32_error, heated.errors[known]
     ):
-        note += f", and with --temperature {heat:.3g} it is"
-    named = [cause.key for cause in diagnosis.causes]
-    # What fits a gap to another trainer is no cause in the run.
-    return replace(
-        diagnosis, notes=(*diagnosis.notes, note), verdict="other_trainer", unexplained=far, causes=(), hints=(),
-        parts=tuple(replace(p, name=f"like {p.name}, not judged") if p.name in named else p for p in diagnosis.parts),
-    )  # fmt: skip
+        said += f", and with --temperature {heat:.3g} it is"
+    return LoggedTrainer(said=said, far=far, other=True)
 
 
 def _over(apart: Floats, float32_error: float, rounding: Floats, *trainers: Floats) -> tuple[float, float]:
@@ -105,7 +94,7 @@ def _temperature(table: LogitTable, logged: Floats, known: np.ndarray, stated: f
 
     def loss(x: float) -> float:
         if x not in losses:
-            losses[x] = float(np.abs((few.under(lambda z, _: z / x) - logged)[judging]).mean())
+            losses[x] = float(np.abs((few.under(lambda z: z / x) - logged)[judging]).mean())
         return losses[x]
 
     grid = sorted(x * table.temperature for x in (*TEMPERATURES, 1.0))

@@ -38,6 +38,8 @@ ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
 PADDING = (16.0, 64.0, 256.0, 1024.0)
 # A penalty leaves at least this probability to the tokens that did not occur, up to rounding of float64.
 LEAST_MASS = 1e-15
+# A token below this log-probability is impossible in float64, and counts as nothing.
+LEAST_LOGPROB = -1e4
 # How far a mask may be off, in tokens, and in words.
 LATE_BY = (1, 2, 3, -1, -2, -3)
 LATE_WORDS = tuple(f"{abs(x)} token{'s'[: abs(x) > 1]} {'late' if x > 0 else 'early'}" for x in LATE_BY)
@@ -91,24 +93,36 @@ class LogitTable:
 
     @classmethod
     def of(
-        cls, sample: Sample, logits: Tensor | Logits, temperature: float, places: Integers | None = None
+        cls,
+        sample: Sample,
+        logits: Tensor | Logits,
+        temperature: float,
+        places: Integers | None = None,
+        *,
+        tail_alone: bool = False,
     ) -> LogitTable:
-        """Compute the table from the oracle's logits `[M, V]` of the tokens at some places `[M]`; None are all N tokens."""
+        """Compute the table from the oracle's logits `[M, V]` of the tokens at some places `[M]`; None are all N tokens.
+
+        With `tail_alone`, only what a truncation needs is computed: entropy, variance and spread are NaN.
+        """
         places = np.arange(len(sample.tokens)) if places is None else places
         parts: list[dict[str, Floats]] = []
         for rows in chunks(logits):
-            logp = (logits[rows].double() / temperature).log_softmax(-1)
+            z = logits[rows]
+            logp = (z.double() / temperature).log_softmax(-1)
             p = logp.exp()
             logprob = _chosen(logp, sample, places[rows])
-            entropy = -torch.xlogy(p, p).sum(-1)
+            best = z.topk(min(BEST, z.shape[1]), -1).indices
             columns = {
                 "logprob": logprob,
-                "entropy": entropy,
-                "variance": (p * torch.nan_to_num(logp, neginf=0.0).add(entropy[:, None]).square()).sum(-1),
-                "spread": _spread(logprob, p),
-                "best": p.topk(min(BEST, p.shape[1]), -1).values,
+                "best": p.gather(-1, best),
                 "better": torch.where(p > logprob.exp()[:, None], p, 0.0).sum(-1),
             }
+            if tail_alone:
+                columns |= dict.fromkeys(("entropy", "variance", "spread"), torch.full_like(logprob, math.nan))
+            else:
+                entropy, variance = _moments(logp, p)
+                columns |= {"entropy": entropy, "variance": variance, "spread": _spread(logprob, p)}
             parts.append({name: column.numpy() for name, column in columns.items()})
         known = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         columns_ = {name: _placed(values, places, len(sample.tokens)) for name, values in known.items()}
@@ -128,20 +142,35 @@ class LogitTable:
         kept = torch.cat([self.logits[rows] for rows in np.array_split(places, -(-count // LEAST_SCREENED))])
         return replace(self, logits=kept, places=places)
 
-    def under(self, change: Callable[[Tensor, Integers], Tensor]) -> Floats:
+    def under(self, change: Callable[[Tensor], Tensor]) -> Floats:
         """Return the tokens' log-probabilities `[N]` under logits changed stretch by stretch, from before the temperature."""
-        return self._each(lambda z, places: _chosen(change(z, places).log_softmax(-1), self.sample, places))
+
+        def logprobs(z: Tensor, places: Integers) -> Tensor:
+            changed = change(z.double())
+            return _chosen(changed, self.sample, places) - changed.logsumexp(-1)
+
+        return self._each(logprobs)
 
     def chosen(self) -> Floats:
         """Return the sampled tokens' logits `[N]`, before the temperature."""
-        return self._each(lambda z, places: _chosen(z, self.sample, places))
+        return self._each(lambda z, places: _chosen(z, self.sample, places).double())
 
     def probability(self, token: int) -> Floats:
         """Return the probability of one token at each place `[N]`."""
-        return self._each(lambda z, _: (z / self.temperature).log_softmax(-1)[:, token].exp())
+        return self.mass(torch.tensor([token]))
+
+    def mass(self, tokens: Tensor) -> Floats:
+        """Return the probability of some tokens together at each place `[N]`, by normalizers that are known already."""
+        normalizer = torch.from_numpy(self.chosen() / self.temperature - self.logprob)
+
+        def summed(z: Tensor, places: Integers) -> Tensor:
+            logprobs = z[:, tokens].double() / self.temperature - normalizer[places][:, None]
+            return logprobs.exp().sum(-1)
+
+        return self._each(summed)
 
     def _each(self, function: Callable[[Tensor, Integers], Tensor]) -> Floats:
-        values = [function(self.logits[rows].double(), self.places[rows]).numpy() for rows in chunks(self.logits)]
+        values = [function(self.logits[rows], self.places[rows]).numpy() for rows in chunks(self.logits)]
         return _placed(np.concatenate(values), self.places, len(self.sample.tokens))
 
 
@@ -154,6 +183,13 @@ def score_tokens(sample: Sample, logits: Tensor | Logits, temperature: float) ->
         logprobs.append(logprob.numpy())
         spreads.append(_spread(logprob, logp.exp()).numpy())
     return np.concatenate(logprobs), np.concatenate(spreads)
+
+
+def _moments(logp: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy at each place `[n]`, and the variance of the log-probability of a token drawn there."""
+    finite = logp.clamp(min=LEAST_LOGPROB)
+    entropy = -torch.linalg.vecdot(p, finite)
+    return entropy, (p * finite.add(entropy[:, None]).square()).sum(-1)
 
 
 def _spread(logprob: Tensor, p: Tensor) -> Tensor:
@@ -199,13 +235,13 @@ def _of_table(table: LogitTable, token: int, end_tokens: Sequence[int], penaltie
     t, under, ends = table.temperature, table.under, torch.tensor(sorted(end_tokens))
     rows = [
         Cause(key="temperature", family="sampling", said="the engine samples at temperature {x}",
-              predict=lambda x: under(lambda z, _: z / x), grid=tuple(x * t for x in TEMPERATURES), neutral=t, steps=14),
+              predict=lambda x: under(lambda z: z / x), grid=tuple(x * t for x in TEMPERATURES), neutral=t, steps=14),
         *truncations(table),
         *penalties,
         Cause(key="padded_vocabulary", family="config", said="the engine gives mass to {x} rows of padding in its vocabulary",
               remedy="model", predict=lambda x: _padded(table, x), grid=PADDING, steps=8),
         Cause(key="softcap", family="config", said="the engine caps its logits softly at {x}", remedy="model",
-              predict=lambda x: under(lambda z, _: x * torch.tanh(z / x) / t), grid=CAPS, steps=8),
+              predict=lambda x: under(lambda z: x * torch.tanh(z / x) / t), grid=CAPS, steps=8),
         Cause(key="logits_reported", family="reporting", said="the engine reports logits in the place of log-probabilities",
               predict=lambda _: table.chosen()),
         Cause(key="shifted", family="reporting", said="the engine's log-probabilities are those of the token {x}",
@@ -218,7 +254,7 @@ def _of_table(table: LogitTable, token: int, end_tokens: Sequence[int], penaltie
         Cause(key="bad_words", family="sampling", said=f"the engine never samples token {token} (bad_words, allowed_token_ids)",
               remedy="bias", predict=lambda _: _biased(table, token, 0.0), needs=token >= 0),
         Cause(key="raw_logprobs", family="reporting", said="the engine reports log-probabilities from before the temperature",
-              predict=lambda _: under(lambda z, _: z), needs=t != 1),
+              predict=lambda _: under(lambda z: z), needs=t != 1),
         Cause(key="min_tokens", family="sampling", said="the engine forbids the end of a response before token {x}",
               predict=lambda x: _without_end(table, ends, int(x)), grid=LENGTHS, needs=bool(end_tokens)),
     ]  # fmt: skip
@@ -352,16 +388,12 @@ def _biased(table: LogitTable, token: int, odds: float) -> Floats:
 
 
 def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:
-    place, tokens = torch.from_numpy(table.sample.place), torch.from_numpy(table.sample.tokens)
-
-    def change(z: Tensor, places: Integers) -> Tensor:
-        forbidden = torch.zeros_like(z, dtype=torch.bool)
-        # If an end token was sampled here, it was not forbidden.
-        early = (place[places] < least) & ~torch.isin(tokens[places], ends)
-        forbidden[:, ends] = early[:, None]
-        return z.masked_fill(forbidden, -math.inf) / table.temperature
-
-    return table.under(change)
+    """Return log-probabilities with the ends forbidden before a place: the others share their mass."""
+    is_end = np.isin(table.sample.tokens, ends.numpy())
+    # If an end token was sampled here, it was not forbidden.
+    forbidden = (table.sample.place < least) & ~is_end
+    left = np.maximum(1 - table.mass(ends), LEAST_MASS)
+    return np.where(forbidden, table.logprob - np.log(left), table.logprob)
 
 
 def _inserted(table: LogitTable, late: int) -> Floats:

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mismatch_ext.doctor.causes import Remedy, remedy
-from mismatch_ext.doctor.diagnose import (
-    LEAST_TOKENS,
-    ROUTES,
-    STANDS_OUT,
-    Diagnosis,
-    Largest,
-    NamedCause,
-    Rung,
-    in_layer,
-)
+from mismatch_ext.doctor.diagnose import STANDS_OUT, Diagnosis
+from mismatch_ext.doctor.evidence import LEAST_TOKENS, ROUTES, Largest, Rung
+from mismatch_ext.doctor.named import NamedCause, in_layer
 from mismatch_ext.doctor.tokens import DOUBTFUL, SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
@@ -89,20 +82,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield from ("", f"{'block, on the engine-side input':32} {'engine':>8} {'rounding':>8} {'ratio':>6}")
         for block in diagnosis.blocks:
             yield f"{block.place:32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
-    for cause in diagnosis.causes:
-        if lines := _changes(cause.remedy, diagnosis.hosts):
-            yield from ("", f"to fix {cause.key}:", *lines)
-    if diagnosis.verdict == "clean" and diagnosis.measurable:
-        lower = remedy("dtype", engine_dtype=diagnosis.engine_dtype, trainer_dtype=diagnosis.trainer_dtype)
-        if lower == Remedy():
-            yield from ("", "both compute in float16 already")
-        elif {"trl", "verl"} & set(diagnosis.hosts):
-            yield from ("", "to lower rounding:", *_changes(lower, diagnosis.hosts))
-        else:
-            yield from ("", "to lower rounding: compute in float16, engine and trainer")
-        if any(part.name == ROUTES for part in diagnosis.parts):
-            of_gap = "" if routes is None else f", {routes:.0%} of the gap"
-            yield from ("", f"to replay the engine's routes{of_gap}:", *_changes(remedy("routes"), diagnosis.hosts))
+    yield from _advice(diagnosis, routes)
     yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
@@ -117,6 +97,24 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
         yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
     yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest, routes)
+
+
+def _advice(diagnosis: Diagnosis, routes: float | None) -> Iterator[str]:
+    """Yield what to change; `routes` is their share of the gap."""
+    for cause in diagnosis.causes:
+        if lines := _changes(cause.remedy, diagnosis.hosts):
+            yield from ("", f"to fix {cause.key}:", *lines)
+    if diagnosis.verdict == "clean" and diagnosis.measurable:
+        lower = remedy("dtype", engine_dtype=diagnosis.engine_dtype, trainer_dtype=diagnosis.trainer_dtype)
+        if lower == Remedy():
+            yield from ("", "both compute in float16 already")
+        elif {"trl", "verl"} & set(diagnosis.hosts):
+            yield from ("", "to lower rounding:", *_changes(lower, diagnosis.hosts))
+        else:
+            yield from ("", "to lower rounding: compute in float16, engine and trainer")
+        if any(part.name == ROUTES for part in diagnosis.parts):
+            of_gap = "" if routes is None else f", {routes:.0%} of the gap"
+            yield from ("", f"to replay the engine's routes{of_gap}:", *_changes(remedy("routes"), diagnosis.hosts))
 
 
 def experts(engine: float, rounding: float, most_flips: Sequence[float] | None) -> str:

@@ -1,1 +1,1 @@
-"""One precision in trainer and engine: the policy, the loss scaler, the audit, and the readiness of a model."""
+"""One precision in trainer and engine: the loss scaler, the audit, and the readiness of a model."""

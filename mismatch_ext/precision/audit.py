@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch_ext.config import PrecisionConfig, section_of
 from mismatch_ext.errors import PrecisionError
-from mismatch_ext.precision.dtypes import LOGPROBS_MODE, NAMES, PrecisionPolicy, TrainerFixes, spelled
+from mismatch_ext.precision.dtypes import LOGPROBS_MODE, NAMES, TrainerFixes, spelled
 
 NONE = "none"
 HEAD_UNREAD = "trainer's output head"
@@ -125,7 +126,7 @@ class AuditReport:
 
 
 def audit(
-    policy: PrecisionPolicy,
+    precision: PrecisionConfig | Mapping[str, Any] | str,
     trainer: TrainerReading,
     engine: EngineReading | None,
     sync: SyncReading | None,
@@ -134,7 +135,7 @@ def audit(
     """Compare the dtypes read back from both sides with the one precision asked for (uniform FP16, arXiv 2510.26788).
 
     Args:
-        policy: The precision asked for.
+        precision: The precision asked for: a `precision` section, a mapping of its keys, or its dtype.
         trainer: Reading of the trainer.
         engine: Reading of the engine; None if the trainer generates with its own model.
         sync: Reading of a weight update; None before the first one, or without an engine.
@@ -143,139 +144,159 @@ def audit(
     Returns:
         All checks; `findings` are those that failed. `raise_for_findings` raises PrecisionError for them.
     """
-    checks = _trainer_checks(policy, trainer, fixes or TrainerFixes())
-    checks += [] if sync is None else _sync_checks(policy, sync)
-    checks += [] if engine is None else engine_checks(policy, engine)
+    precision = section_of(PrecisionConfig, precision, "precision", "dtype")
+    checks = _trainer_checks(precision, trainer, fixes or TrainerFixes())
+    checks += [] if sync is None else _sync_checks(precision, sync)
+    checks += [] if engine is None else engine_checks(precision, engine)
     unread = tuple(side for side, reading in (("sync", sync), ("engine", engine)) if reading is None)
-    if policy.head is not None and trainer.head_dtype is None:
+    if precision.head is not None and trainer.head_dtype is None:
         unread += (HEAD_UNREAD,)
-    return AuditReport(dtype=policy.dtype, checks=tuple(checks), unread=unread)
+    return AuditReport(dtype=precision.dtype, checks=tuple(checks), unread=unread)
 
 
-def _trainer_checks(policy: PrecisionPolicy, trainer: TrainerReading, fixes: TrainerFixes) -> list[Check]:
-    masters = _counted(trainer.parameter_dtypes)
-    autocast = NONE if trainer.autocast_dtype is None else spelled(trainer.autocast_dtype)
-    computes = NONE if policy.dtype == "float32" else policy.dtype
-    off_on_cpu = autocast == NONE and trainer.device == "cpu"
-    scaler = trainer.scaler or {}
-    enabled = scaler.get("enabled") is True
-    scale = f" at {scaler['scale']:g}" if enabled and "scale" in scaler else ""
-    shown = f"{scaler.get('class', 'a scaler')} {'enabled' if enabled else 'disabled'}{scale}" if scaler else NONE
+def _trainer_checks(precision: PrecisionConfig, trainer: TrainerReading, fixes: TrainerFixes) -> list[Check]:
     checks = [
-        Check(
-            "trainer", "parameters", "float32", _shares(masters), set(masters) == {"float32"},
-            f"{fixes.masters}: in float16 masters Adam's epsilon underflows and torch refuses to unscale, and in any half "
-            "dtype small updates are rounded away."
-            if masters
-            else "The model has no trainable parameter; check which parameters require gradients.",
-        ),
-        Check(
-            "trainer", "autocast", computes, autocast, autocast == computes,
-            fixes.for_autocast(policy.dtype, off_on_cpu=off_on_cpu),
-        ),
-        Check(
-            "trainer", "loss scaler", "enabled" if policy.needs_scaler else NONE, shown, enabled == policy.needs_scaler,
-            "Use mismatch_ext.LossScaler: without scaling, float16 gradients below about 6e-8 become zero. torch's scalers "
-            "disable themselves where their device (by default cuda) is missing."
-            if policy.needs_scaler
-            else f"Remove the loss scaler: {policy.dtype} has float32's range; a scaler would only skip steps.",
-        ),
-    ]  # fmt: skip
+        _masters_check(trainer, fixes),
+        _autocast_check(precision, trainer, fixes),
+        _scaler_check(precision, trainer),
+    ]
     if trainer.reduce_dtype is not None:
         # A float16 sum may overflow even if no term does.
-        allowed = ("float32", "bfloat16") if policy.dtype == "bfloat16" else ("float32",)
+        allowed = ("float32", "bfloat16") if precision.dtype == "bfloat16" else ("float32",)
         reduce = spelled(trainer.reduce_dtype)
         fix = f"{fixes.reduction}: a sum over ranks in a half dtype overflows or loses bits that its terms still have."
         checks.append(Check("trainer", "gradient reduction", " or ".join(allowed), reduce, reduce in allowed, fix))
     if trainer.head_dtype is not None:
-        checks.append(_head_check(policy, "trainer", trainer.head_dtype, f"{fixes.head}."))
+        checks.append(_head_check(precision, "trainer", trainer.head_dtype, f"{fixes.head}."))
     return checks
 
 
-def _head_check(policy: PrecisionPolicy, side: str, found: str | None, fix: str) -> Check:
+def _masters_check(trainer: TrainerReading, fixes: TrainerFixes) -> Check:
+    masters = _counted(trainer.parameter_dtypes)
+    fix = "The model has no trainable parameter; check which parameters require gradients."
+    if masters:
+        fix = (
+            f"{fixes.masters}: in float16 masters Adam's epsilon underflows and torch refuses to unscale, and in any half "
+            "dtype small updates are rounded away."
+        )
+    return Check("trainer", "parameters", "float32", _shares(masters), set(masters) == {"float32"}, fix)
+
+
+def _autocast_check(precision: PrecisionConfig, trainer: TrainerReading, fixes: TrainerFixes) -> Check:
+    autocast = NONE if trainer.autocast_dtype is None else spelled(trainer.autocast_dtype)
+    computes = NONE if precision.dtype == "float32" else precision.dtype
+    off_on_cpu = autocast == NONE and trainer.device == "cpu"
+    fix = fixes.for_autocast(precision.dtype, off_on_cpu=off_on_cpu)
+    return Check("trainer", "autocast", computes, autocast, autocast == computes, fix)
+
+
+def _scaler_check(precision: PrecisionConfig, trainer: TrainerReading) -> Check:
+    scaler = trainer.scaler or {}
+    enabled = scaler.get("enabled") is True
+    found = NONE
+    if scaler:
+        found = f"{scaler.get('class', 'a scaler')} {'enabled' if enabled else 'disabled'}"
+    if enabled and "scale" in scaler:
+        found += f" at {scaler['scale']:g}"
+    expected = "enabled"
+    fix = (
+        "Use mismatch_ext.LossScaler: without scaling, float16 gradients below about 6e-8 become zero. torch's scalers "
+        "disable themselves where their device (by default cuda) is missing."
+    )
+    if not precision.needs_scaler:
+        expected = NONE
+        fix = f"Remove the loss scaler: {precision.dtype} has float32's range; a scaler would only skip steps."
+    return Check("trainer", "loss scaler", expected, found, enabled == precision.needs_scaler, fix)
+
+
+def _head_check(precision: PrecisionConfig, side: str, found: str | None, fix: str) -> Check:
     head = "unknown" if found is None else spelled(found)
-    return Check(side, "output head", " or ".join(policy.head_dtypes), head, head in policy.head_dtypes, fix)
+    return Check(side, "output head", " or ".join(precision.head_dtypes), head, head in precision.head_dtypes, fix)
 
 
-def _sync_checks(policy: PrecisionPolicy, sync: SyncReading) -> list[Check]:
+def _sync_checks(precision: PrecisionConfig, sync: SyncReading) -> list[Check]:
     sent, received = spelled(sync.sent_dtype), spelled(sync.received_dtype)
     # The masters' dtype or the engine's: either way weights are rounded once, and the same.
-    allowed = tuple(dict.fromkeys((policy.dtype, "float32")))
+    allowed = tuple(dict.fromkeys((precision.dtype, "float32")))
     choices = " or ".join(allowed)
+    send = (
+        f"Send weights in {choices}: each step through another dtype rounds them again, and the engine then holds other "
+        "weights than the trainer."
+    )
+    start = f"Start the engine with dtype={precision.dtype!r}, so that it stores what the trainer computes with."
     return [
-        Check(
-            "sync", "sent dtype", choices, sent, sent in allowed,
-            f"Send weights in {choices}: each step through another dtype rounds them again, and the engine then holds other "
-            "weights than the trainer.",
-        ),
-        Check(
-            "sync", "received dtype", policy.dtype, received, received == policy.dtype,
-            f"Start the engine with dtype={policy.dtype!r}, so that it stores what the trainer computes with.",
-        ),
-    ]  # fmt: skip
+        Check("sync", "sent dtype", choices, sent, sent in allowed, send),
+        Check("sync", "received dtype", precision.dtype, received, received == precision.dtype, start),
+    ]
 
 
-def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]:
+def engine_checks(precision: PrecisionConfig, engine: EngineReading) -> list[Check]:
     """Compare an engine's reading with the precision asked for."""
     name = f"{engine.engine} {engine.version}"
-    dtype, cache, stored = (
-        spelled(engine.model_dtype),
-        spelled(engine.kv_cache_dtype),
-        _counted(engine.parameter_dtypes),
+    dtype = spelled(engine.model_dtype)
+    fix = (
+        f"Start {name} with dtype={precision.dtype!r}; its default 'auto' follows the checkpoint and turns float32 into "
+        "bfloat16."
     )
-    checks = [
-        Check(
-            "engine", "dtype", policy.dtype, dtype, dtype == policy.dtype,
-            f"Start {name} with dtype={policy.dtype!r}; its default 'auto' follows the checkpoint and turns float32 into "
-            "bfloat16.",
-        )
-    ]  # fmt: skip
+    checks = [Check("engine", "dtype", precision.dtype, dtype, dtype == precision.dtype, fix)]
+    stored = _counted(engine.parameter_dtypes)
     if stored:
-        # Routers, their biases and lm_head may be float32 on purpose. A quantization method decides how it stores weights, but
-        # another compute dtype next to them is wrong.
-        foreign = set(stored) - {policy.dtype, "float32"}
-        wrong = foreign if policy.quantization is None else foreign & set(NAMES)
-        mostly = policy.quantization is not None or max(stored, key=lambda key: stored[key]) == policy.dtype
-        quantized = f"{policy.dtype} beside {policy.quantization} weights"
-        checks.append(
-            Check(
-                "engine", "parameters", f"mostly {policy.dtype}" if policy.quantization is None else quantized, _shares(stored),
-                not wrong and mostly,
-                f"Start {name} with dtype={policy.dtype!r} and without quantization; read the engine's weights again after its "
-                "weight update.",
-            )
-        )  # fmt: skip
-    if policy.head is not None or engine.head_dtype is not None:
+        checks.append(_stored_check(precision, name, stored))
+    if precision.head is not None or engine.head_dtype is not None:
+        head = "without another dtype for its head"
+        if precision.head is not None:
+            head = f"with {HEAD_ARGUMENTS.get(engine.engine, 'a head in float32')}"
+        checks.append(_head_check(precision, "engine", engine.head_dtype, f"Start {name} {head}."))
+    checks.append(_cache_check(precision, name, engine, dtype))
+    fix = (
+        f"Start {name} with logprobs_mode={LOGPROBS_MODE!r}: raw ones ignore the temperature that is sampled with, so the "
+        "ratio compares two different distributions."
+    )
+    mode = engine.logprobs_mode
+    checks.append(Check("engine", "log-probabilities", LOGPROBS_MODE, mode, mode == LOGPROBS_MODE, fix))
+    checks.append(_quantization_check(precision, name, engine.quantization))
+    return checks
+
+
+def _stored_check(precision: PrecisionConfig, name: str, stored: Counter[str]) -> Check:
+    # Routers, their biases and lm_head may be float32 on purpose. A quantization method decides how it stores weights, but
+    # another compute dtype next to them is wrong.
+    foreign = set(stored) - {precision.dtype, "float32"}
+    if precision.engine_weights is None:
+        expected = f"mostly {precision.dtype}"
+        ok = not foreign and max(stored, key=lambda key: stored[key]) == precision.dtype
+    else:
+        expected = f"{precision.dtype} beside {precision.engine_weights} weights"
+        ok = not foreign & set(NAMES)
+    fix = (
+        f"Start {name} with dtype={precision.dtype!r} and without quantization; read the engine's weights again after its "
+        "weight update."
+    )
+    return Check("engine", "parameters", expected, _shares(stored), ok, fix)
+
+
+def _cache_check(precision: PrecisionConfig, name: str, engine: EngineReading, dtype: str) -> Check:
+    cache = spelled(engine.kv_cache_dtype)
+    found = f"auto ({dtype})" if cache == "auto" else cache
+    wanted = precision.engine_kv_cache
+    fix = f"Start {name} with kv_cache_dtype={wanted!r}, or correct mismatch.precision.engine_kv_cache."
+    if wanted is None:
         fix = (
-            f"Start {name} with {HEAD_ARGUMENTS.get(engine.engine, 'a head in float32')}."
-            if policy.head is not None
-            else f"Start {name} without another dtype for its head."
-        )
-        checks.append(_head_check(policy, "engine", engine.head_dtype, fix))
-    return [
-        *checks,
-        Check(
-            "engine", "KV cache", policy.kv_cache or policy.dtype, f"auto ({dtype})" if cache == "auto" else cache,
-            cache in policy.kv_cache_dtypes,
             f"Start {name} with kv_cache_dtype='auto': another cache dtype rounds keys and values that the trainer does not. "
             "If it is on purpose, say so: mismatch.precision.engine_kv_cache."
-            if policy.kv_cache is None
-            else f"Start {name} with kv_cache_dtype={policy.kv_cache!r}, or correct mismatch.precision.engine_kv_cache.",
-        ),
-        Check(
-            "engine", "log-probabilities", LOGPROBS_MODE, engine.logprobs_mode, engine.logprobs_mode == LOGPROBS_MODE,
-            f"Start {name} with logprobs_mode={LOGPROBS_MODE!r}: raw ones ignore the temperature that is sampled with, so the "
-            "ratio compares two different distributions.",
-        ),
-        Check(
-            "engine", "quantization", policy.quantization or NONE, engine.quantization or NONE,
-            engine.quantization == policy.quantization,
+        )
+    return Check("engine", "KV cache", wanted or precision.dtype, found, cache in precision.kv_cache_dtypes, fix)
+
+
+def _quantization_check(precision: PrecisionConfig, name: str, found: str | None) -> Check:
+    wanted = precision.engine_weights
+    fix = f"Start {name} with quantization={wanted!r}, or correct mismatch.precision.engine_weights."
+    if wanted is None:
+        fix = (
             f"Start {name} without quantization: quantized weights are not the trainer's. If they are quantized on purpose, "
             "say so: mismatch.precision.engine_weights."
-            if policy.quantization is None
-            else f"Start {name} with quantization={policy.quantization!r}, or correct mismatch.precision.engine_weights.",
-        ),
-    ]  # fmt: skip
+        )
+    return Check("engine", "quantization", wanted or NONE, found or NONE, found == wanted, fix)
 
 
 def _counted(dtypes: Mapping[str, int]) -> Counter[str]:

@@ -10,8 +10,6 @@ from mismatch_ext.errors import PrecisionError
 if TYPE_CHECKING:
     import torch
 
-    from mismatch_ext.config import PrecisionConfig
-
 NAMES = ("float32", "float16", "bfloat16")
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Short names, as in the arguments of trainers and engines."""
@@ -72,41 +70,6 @@ def is_finer(first: object, second: object) -> bool:
     """Tell whether a dtype has a smaller eps than another; False if either is none of the three compute dtypes."""
     names = (spelled(first), spelled(second))
     return set(names) <= set(NAMES) and limits(names[0]).eps < limits(names[1]).eps
-
-
-@dataclass(frozen=True)
-class PrecisionPolicy:
-    """One dtype for both sides (arXiv 2510.26788, for float16), another for their output heads, and what the engine quantizes."""
-
-    dtype: str
-    quantization: str | None = None
-    kv_cache: str | None = None
-    head: str | None = None  # None is `dtype` or float32
-
-    @classmethod
-    def of(cls, precision: PrecisionConfig) -> PrecisionPolicy:
-        """Return the policy that the `precision` section asks for."""
-        return cls(precision.dtype, precision.engine_weights, precision.engine_kv_cache, precision.head)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", canonical(self.dtype))
-
-    @property
-    def needs_scaler(self) -> bool:
-        """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
-        return self.dtype == "float16"
-
-    @property
-    def head_dtypes(self) -> tuple[str, ...]:
-        """Allowed dtypes of an output head."""
-        return tuple(dict.fromkeys((self.dtype, "float32"))) if self.head is None else (self.head,)
-
-    @property
-    def kv_cache_dtypes(self) -> tuple[str, ...]:
-        """Allowed dtypes of the engine's KV cache: the compute dtype, by name or as "auto", or the format asked for."""
-        if self.kv_cache is None:
-            return ("auto", self.dtype)
-        return (self.kv_cache, "fp8_e4m3") if self.kv_cache == "fp8" else (self.kv_cache,)
 
 
 @dataclass(frozen=True, kw_only=True)

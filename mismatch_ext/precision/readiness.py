@@ -58,14 +58,12 @@ class TensorReadiness:
         lowest = limit.smallest_normal * limit.eps / 2
         for start in range(0, flat.numel(), CHUNK):
             magnitude = flat[start : start + CHUNK].to(wide).abs()
-            nonzero, overflow, subnormal, flushed = torch.stack(
-                [
-                    (magnitude != 0).sum(),
-                    (~(magnitude <= limit.max)).sum(),  # also true for NaN
-                    ((magnitude > lowest) & (magnitude < limit.smallest_normal)).sum(),
-                    ((magnitude > 0) & (magnitude <= lowest)).sum(),
-                ]
-            ).tolist()
+            is_nonzero = magnitude != 0
+            is_too_large = ~(magnitude <= limit.max)  # also true for NaN
+            is_subnormal = (magnitude > lowest) & (magnitude < limit.smallest_normal)
+            is_flushed = (magnitude > 0) & (magnitude <= lowest)
+            counts = torch.stack([is_nonzero.sum(), is_too_large.sum(), is_subnormal.sum(), is_flushed.sum()])
+            nonzero, overflow, subnormal, flushed = counts.tolist()
             largest = float(magnitude.max())
             self.max_abs = math.inf if math.isnan(largest) else max(self.max_abs, largest)
             self.numel += magnitude.numel()
@@ -182,15 +180,12 @@ class ReadinessReport:
         largest = f"{limits(dtype).max:g}"
         overflows = (f"exceed {largest} or are not finite", "max {:.3g}", "max_abs", lambda t: t.overflow > 0)
         fatal, risks = self._broken(overflows), []
-        for rule in (
-            (f"are within a factor {HEADROOM:g} of {largest}", "max {:.3g}", "max_abs",
-             lambda t: not t.overflow and t.headroom < HEADROOM),
-            (f"are subnormal in more than {SUBNORMAL_FRAC:.0%} of their nonzero elements", "{:.1%}", "subnormal_frac",
-             lambda t: t.subnormal_frac > SUBNORMAL_FRAC),
-            (f"round to zero in more than {FLUSH_FRAC:.0%} of their nonzero elements", "{:.1%}", "flush_frac",
-             lambda t: t.flush_frac > FLUSH_FRAC),
-        ):  # fmt: skip
-            risks += self._broken(rule)
+        near = f"are within a factor {HEADROOM:g} of {largest}"
+        small = f"are subnormal in more than {SUBNORMAL_FRAC:.0%} of their nonzero elements"
+        zero = f"round to zero in more than {FLUSH_FRAC:.0%} of their nonzero elements"
+        risks += self._broken((near, "max {:.3g}", "max_abs", lambda t: not t.overflow and t.headroom < HEADROOM))
+        risks += self._broken((small, "{:.1%}", "subnormal_frac", lambda t: t.subnormal_frac > SUBNORMAL_FRAC))
+        risks += self._broken((zero, "{:.1%}", "flush_frac", lambda t: t.flush_frac > FLUSH_FRAC))
         self.reasons = (*fatal, *risks)
         self.verdict: Literal["ready", "risky", "not ready"] = "not ready" if fatal else "risky" if risks else "ready"
 

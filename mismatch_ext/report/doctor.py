@@ -124,7 +124,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     """Return what doctor.json says, in the form that the tables show; without `--model` it has neither parts nor causes."""
     # These import torch, which takes longer than a report, and most runs have no such file.
     from mismatch_ext.doctor.causes import HOSTS
-    from mismatch_ext.doctor.diagnose import LEAST_TOKENS
+    from mismatch_ext.doctor.evidence import LEAST_TOKENS
     from mismatch_ext.doctor.text import STATUS, TOO_FEW, experts
 
     _File.model_validate(data)
@@ -134,33 +134,37 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     if data.get("flips"):
         engine, rounding = data["flips"]
         about_experts.append(experts(engine, rounding, data.get("most_flips")))
+    mean, k3 = quantity(gap["logp_abs_diff_mean"]), quantity(gap["k3_kl"])
+    size = f"{mean} nats per token (k3 {k3}) on {data['tokens']:,} tokens of {data['responses']} responses"
+    parts = [
+        (said.get(part["name"], part["name"]), _share(part), quantity(part["mean"])) for part in data.get("parts", ())
+    ]
+
+    rows = []
+    for cause in causes:
+        share = "–" if cause["share"] is None else f"{cause['share']:.0%}"
+        lines = [(host, cause["remedy"].get(host)) for host in HOSTS]
+        rows.append((cause["said"], share, STATUS[cause["status"]], tuple(line for line in lines if line[1])))
+
+    is_in_units = data.get("measurable") and data["verdict"] != "other_trainer"
     return Why(
         name=name,
         folder=folder,
-        gap=f"{quantity(gap['logp_abs_diff_mean'])} nats per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
-        f"{data['responses']} responses",
+        gap=size,
         mean=float(gap["logp_abs_diff_mean"]),
-        parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data.get("parts", ())),
+        parts=tuple(parts),
         about_parts=f"Parts of the gap. {TOO_FEW.capitalize()}." if data["tokens"] < LEAST_TOKENS else ADD_UP,
-        causes=tuple(
-            (
-                cause["said"],
-                "–" if cause["share"] is None else f"{cause['share']:.0%}",
-                STATUS[cause["status"]],
-                tuple((host, line) for host in HOSTS if (line := cause["remedy"].get(host))),
-            )
-            for cause in causes
-        ),
+        causes=tuple(rows),
         notes=(*about_experts, *data["notes"], *data.get("hints", ())),
         verdict=data["verdict"],
         sentence=_sentence(data),
-        rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,
+        rounding=data["ratio"] if is_in_units else None,
         confirmed=any(cause["status"] == "confirmed" for cause in causes),
     )
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
-    from mismatch_ext.doctor.diagnose import ROUTES
+    from mismatch_ext.doctor.evidence import ROUTES
     from mismatch_ext.doctor.text import conclusion
 
     parts = data.get("parts", ()) if data.get("measurable") else ()

@@ -37,6 +37,14 @@ GAP = "mean |Δlogp| (nat)"
 # Gray that can be read on white and on black.
 INK, GRID = "#7b838c", "rgba(128,128,128,0.25)"
 
+AXIS = {"zeroline": False, "automargin": True, "ticks": "outside", "gridcolor": GRID, "linecolor": GRID}
+CLEAR = "rgba(0,0,0,0)"
+LAYOUT: dict[str, Any] = {"template": "none", "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
+LAYOUT["margin"] = {"l": 60, "r": 16, "t": 22, "b": 48}
+LAYOUT["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
+LAYOUT["modebar"] = {"bgcolor": CLEAR, "color": INK, "activecolor": INK}
+LAYOUT["font"] = {"size": 12, "color": INK}
+
 Runs = Mapping[str, RunData]
 Trace = dict[str, Any]
 
@@ -83,26 +91,43 @@ def _curve(*, metric: str = "", role: str = "", **entry: Any) -> Curve:
 
 
 CURVES = _read_curves()
+TITLES = {
+    "gap": "Gap over steps",
+    "drift": "Numerics and drift",
+    "kl": "KL and effective sample size",
+    "training": "Reward, length and loss",
+    "routing": "Routing replay",
+    "learning-rate": "Learning-rate control",
+    "loss-scale": "Loss scale",
+    "weight-sync": "Weight sync",
+}
+TITLES |= {
+    "position": "Gap by position in the response",
+    "probability": "Gap by token probability",
+    "scatter": "Rollout against trainer, token by token",
+}
+"""Headings of the report's sections."""
 
 
 def sections(runs: Runs) -> list[Section]:
     """Build every section of the report that has a plot, in reading order; what is missing is said elsewhere."""
     drift = _curves(runs, "drift") if any(parts(run) is not None for run in runs.values()) else ()
     routing = present(*_curves(runs, "routing"), _replay(runs), _layers(runs))
-    rows: list[tuple[str, str, tuple[Figure, ...]]] = [
-        ("gap", "Gap over steps", _curves(runs, "gap")),
-        ("drift", "Numerics and drift", drift),
-        ("kl", "KL and effective sample size", _curves(runs, "kl")),
-        ("training", "Reward, length and loss", _curves(runs, "training")),
-        ("routing", "Routing replay", routing),
-        ("learning-rate", "Learning-rate control", _learning_rate(runs)),
-        ("loss-scale", "Loss scale", _curves(runs, "loss-scale")),
-        ("weight-sync", "Weight sync", _curves(runs, "weight-sync")),
-        ("position", "Gap by position in the response", _profile(runs, "position")),
-        ("probability", "Gap by token probability", _profile(runs, "probability")),
-        ("scatter", "Rollout against trainer, token by token", _scatter(runs)),
-    ]
-    return [Section(id=id, title=title, figures=figures) for id, title, figures in rows if figures]
+    figures = {
+        "gap": _curves(runs, "gap"),
+        "drift": drift,
+        "kl": _curves(runs, "kl"),
+        "training": _curves(runs, "training"),
+        "routing": routing,
+    }
+    figures |= {
+        "learning-rate": _learning_rate(runs),
+        "loss-scale": _curves(runs, "loss-scale"),
+        "weight-sync": _curves(runs, "weight-sync"),
+    }
+    figures |= {kind: _profile(runs, kind) for kind in ("position", "probability")}
+    figures["scatter"] = _scatter(runs)
+    return [Section(id=id, title=TITLES[id], figures=plots) for id, plots in figures.items() if plots]
 
 
 def _curves(runs: Runs, section: str) -> tuple[Figure, ...]:
@@ -277,17 +302,19 @@ def step_traces(runs: Runs, metric: str, *, log: bool) -> list[Trace]:
 def trace_of(
     name: str, index: int, x: Sequence[Any], y: Sequence[Any], *, split: str = "train", order: int = 0
 ) -> Trace:
-    look, evaluation = style(index), split != "train"
+    look = style(index)
+    label, dash, symbol, size = name, "solid", look["marker"], 5
+    if split != "train":
+        label, dash, symbol, size = f"{name}, {split}", DASHES[(order - 1) % 4], f"{symbol}-open", 8
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= MAX_MARKERS else "lines",
         "x": list(x),
         "y": list(y),
-        # Plotly reads names as markup.
-        "name": html.escape(f"{name}, {split}" if evaluation else name),
+        "name": html.escape(label),  # Plotly reads names as markup
         "meta": {"run": index},
-        "line": {"color": look["color"], "width": 2, "dash": DASHES[(order - 1) % 4] if evaluation else "solid"},
-        "marker": {"symbol": look["marker"] + ("-open" if evaluation else ""), "size": 8 if evaluation else 5},
+        "line": {"color": look["color"], "width": 2, "dash": dash},
+        "marker": {"symbol": symbol, "size": size},
         "hovertemplate": "%{y:.3~g}<extra>%{fullData.name}</extra>",
     }
 
@@ -313,23 +340,14 @@ def figure_of(
     """Return a figure; None if it has no traces."""
     if not traces:
         return None
-    common = {"zeroline": False, "automargin": True, "ticks": "outside", "gridcolor": GRID, "linecolor": GRID}
-    figure = require_plotly().graph_objects.Figure(
-        data=list(traces),
-        layout={
-            "margin": {"l": 60, "r": 16, "t": 22, "b": 48},
-            "showlegend": len(traces) > 1,
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-            "hovermode": "x unified" if unified else "closest",
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": INK},
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "template": "none",
-            "font": {"size": 12, "color": INK},
-            "xaxis": {**common, **x, "title": {"text": x["title"]}},
-            "yaxis": {**common, **y, "title": {"text": y["title"]}},
-        },
-    )
+    layout = {
+        **LAYOUT,
+        "showlegend": len(traces) > 1,
+        "hovermode": "x unified" if unified else "closest",
+        "xaxis": {**AXIS, **x, "title": {"text": x["title"]}},
+        "yaxis": {**AXIS, **y, "title": {"text": y["title"]}},
+    }
+    figure = require_plotly().graph_objects.Figure(data=list(traces), layout=layout)
     data = json.dumps(figure.to_plotly_json(), allow_nan=False, default=list)
     # The JSON stands in a script element, which only "<" could end; JSON allows "<" as an escape.
     return Figure(id=id, title=title, caption=caption, json=data.replace("<", "\\u003c"))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mismatch_ext.closing import replays
-from mismatch_ext.log_reading import METRICS_FILE, RunData
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.pooling import ABS_DIFF_MEAN, Parts, parts, pooled, replay_k3
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.findings import Looked, corrects, dtypes_of, find_outliers, findings_of, penalty_of
@@ -155,9 +155,8 @@ def _level(run: RunData, worst: Row | None, drift: Parts | None, found: Why | No
 
 def _doctors_word(run: RunData, summary: Summary, why: Sequence[Why]) -> Why | None:
     """Return what the doctor found of a run; its only file is also that of a run that stands alone."""
-    folder = run.path.parent if run.path.name == METRICS_FILE else run.path
     for each in why:
-        if each.is_of(folder):
+        if each.is_of(run.path):
             return each
     if len(why) == 1 and len(summary.runs) == 1:
         return why[0]

@@ -17,7 +17,7 @@ from mismatch_ext.closing import FailedTimes, bad_rows, failed_checks, only_meas
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.host_logs import EVENTS
-from mismatch_ext.log_reading import DOCTOR_FILE, METRICS_FILE, RunData
+from mismatch_ext.log_reading import DOCTOR_FILE, RunData, segment_files
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.doctor import Why, read_why
@@ -47,9 +47,12 @@ LABELS = {
 }
 MEANINGS = MEANING | {"native/k3_kl": f"{MEANING['k3_kl']}, of the batches that were also scored without replay"}
 STATUS_LABELS = {
-    "completed": ", completed", "failed": ", ended with an error", "interrupted": ", interrupted", "open": ", no end line",
+    "completed": ", completed",
+    "failed": ", ended with an error",
+    "interrupted": ", interrupted",
+    "open": ", no end line",
     "unknown": "",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
 def build_why(directory: str | Path) -> Path:
     """Render what doctor.json and turns.json say: in the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
-    if (folder / METRICS_FILE).is_file():
+    if folder.is_dir() and segment_files(folder):
         return build(folder).path
     why, unread = read_why(folder)
     turns, unread_turns = read_turns(folder)
@@ -156,11 +159,12 @@ def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str
     def place(value: float) -> float:
         return (math.log10(value) - low) / (high - low) if value > 0 else 0.0
 
+    decades = [(f"1e{power}", (power - low) / (high - low)) for power in range(low, high + 1)]
     page = _template("demo.html.j2").render(
         about=about,
         command=command,
         bars=[(name, quantity(value), place(value)) for name, value in bars.items()],
-        decades=[(f"1e{power}", (power - low) / (high - low)) for power in range(low, high + 1)],
+        decades=decades,
         why=read_why(folder)[0],
         **_made(),
     )
@@ -200,25 +204,32 @@ def _context(
     judged: Sequence[RunVerdict],
     unread: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
+    cards = [_card(verdict, index, runs[verdict.run], summary) for index, verdict in enumerate(judged)]
+    sources = sorted({run.source for run in runs.values()})
+    evaluations = sorted({split for run in runs.values() for split in run.splits if split != "train"})
+    bad = [(name, bad_rows(run), too_many_bad_rows(run)) for name, run in runs.items()]
     events, events_left_out = tables.event_rows(runs)
-    return {
-        **_made(),
-        "runs": [_card(v, index, runs[v.run], summary) for index, v in enumerate(judged)],
-        "sources": ", ".join(sorted({run.source for run in runs.values()})),
+    overview = {
+        "runs": cards,
+        "sources": ", ".join(sources),
         "summary": summary,
         "columns": [_column(name) for name in summary.columns],
-        "sections": sections(runs),
-        "splits": sorted({split for run in runs.values() for split in run.splits if split != "train"}),
+        "missing": [*tables.missing(runs, summary), *unread],
+    }
+    plots = {"sections": sections(runs), "splits": evaluations}
+    details = {
         "side_rows": tables.side_rows(runs),
         "setting_tables": tables.setting_tables(runs),
         "patch_rows": tables.patch_rows(runs),
         "config_texts": tables.config_texts(runs),
+    }
+    happened = {
         "checks": _checks(runs),
-        "bad_rows": [(name, rows, too_many_bad_rows(run)) for name, run in runs.items() if (rows := bad_rows(run))],
+        "bad_rows": [row for row in bad if row[1]],
         "events": events,
         "events_left_out": events_left_out,
-        "missing": [*tables.missing(runs, summary), *unread],
     }
+    return _made() | overview | plots | details | happened
 
 
 def _card(judged: RunVerdict, index: int, run: RunData, summary: Summary) -> dict[str, Any]:

@@ -95,13 +95,14 @@ def agreement_metrics(sums: Sums, layers: Sequence[int]) -> dict[str, float]:
     if not pairs:
         return metrics
     differing = sums["set_mismatches"].tolist()
-    return metrics | {
+    metrics |= {
         "routing/set_mismatch_frac": sum(differing) / pairs,
         "routing/layer_set_mismatch_max": max(differing) / tokens,
         "routing/token_mismatch_frac": token_mismatches / tokens,
         "routing/order_agreement_frac": float(sums["order_agreements"].sum()) / pairs,
-        **{LAYER.format(layer): count / tokens for layer, count in zip(layers, differing, strict=True)},
     }
+    by_layer = zip(layers, differing, strict=True)
+    return metrics | {LAYER.format(layer): count / tokens for layer, count in by_layer}
 
 
 def _equal_rows(a: Tensor, b: Tensor) -> Tensor:

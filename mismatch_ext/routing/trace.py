@@ -37,14 +37,15 @@ class RoutingShape:
         object.__setattr__(self, "layers", tuple(self.layers))
         last = max(self.layers, default=0)
         ascending = list(self.layers) == sorted(set(self.layers)) and bool(self.layers)
-        for name, value, ok, allowed in (
-            ("num_experts", self.num_experts, 1 <= self.num_experts <= 65536, "1 to 65536"),
-            ("top_k", self.top_k, 1 <= self.top_k <= self.num_experts, f"1 to num_experts ({self.num_experts})"),
-            ("layers", self.layers, ascending and self.layers[0] >= 0, "ascending decoder indices >= 0, at least one"),
-            ("num_layers", self.num_layers, self.num_layers > last, f"more than {last}, the last MoE layer's index"),
-        ):
-            if not ok:
-                raise RoutingError(f"routing shape {name}={value!r:.60} is out of range; allowed: {allowed}.")
+        self._expect("num_experts", 1 <= self.num_experts <= 65536, "1 to 65536")
+        self._expect("top_k", 1 <= self.top_k <= self.num_experts, f"1 to num_experts ({self.num_experts})")
+        self._expect("layers", ascending and self.layers[0] >= 0, "ascending decoder indices >= 0, at least one")
+        self._expect("num_layers", self.num_layers > last, f"more than {last}, the last MoE layer's index")
+
+    def _expect(self, name: str, is_in_range: bool, allowed: str) -> None:
+        if not is_in_range:
+            value = getattr(self, name)
+            raise RoutingError(f"routing shape {name}={value!r:.60} is out of range; allowed: {allowed}.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -46,7 +46,7 @@ class Death:
         """Let this process die at a moment that any host has; return whether it is one of them."""
         moments = {
             "mismatch.json": self._in_state,
-            "metrics.jsonl": self._in_metrics,
+            "metrics": self._in_metrics,
             "torch.save": self._in_tensors,
             "time": self._in_time,
         }

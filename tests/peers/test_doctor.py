@@ -19,7 +19,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Sample, read_rollouts
-from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
@@ -191,6 +191,24 @@ def test_ranks_without_a_place_are_an_error_of_ours(monkeypatch: pytest.MonkeyPa
         doctor.VllmEngine(str(FOLDER / "dense"), dtype="bfloat16")
     # On a CPU vLLM would ask for nearly all memory, and refuse to start where that is not free.
     assert 0 < float(str(given["gpu_memory_utilization"])) <= 0.5
+
+
+@pytest.mark.parametrize(("lengths", "blocks"), [([100, 600, 127, 128], 1 + 5 + 1 + 2), ([5], 512 // 128 + 1)])
+def test_a_cpu_engines_cache_holds_the_sample_and_at_most_half_of_what_is_free(
+    lengths: list[int], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+    from mismatch_ext.adapters.vllm.doctor import KEPT, memory_for
+
+    folder, asked = str(FOLDER / "dense"), {"dtype": "float32"}
+    # Keys and values of 4 layers with 2 heads of 32 numbers, in blocks of 128 tokens; one block is never used.
+    needed = (KEPT * blocks + 1) * 128 * 2 * 4 * 2 * 32 * 4
+    assert memory_for(folder, asked, lengths) == {"kv_cache_memory_bytes": needed}
+    assert memory_for(folder, {"dtype": "bfloat16"}, lengths) == {"kv_cache_memory_bytes": needed // 2}
+    assert "gpu_memory_utilization" in memory_for(folder, asked, [])
+    little = psutil.virtual_memory()._replace(available=2 * needed - 2)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    assert "gpu_memory_utilization" in memory_for(folder, asked, lengths)
 
 
 @pytest.mark.parametrize(

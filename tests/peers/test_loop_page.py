@@ -19,4 +19,4 @@ def test_the_block_trains_sends_and_ends(tmp_path: Path) -> None:
     script.write_text(block.replace('"runs/mine"', f'"{tmp_path}/run"'), encoding="utf-8")
     said = shell(f"python {script}", PYTHONPATH=str(ROOT))
     assert "no weight update failed" in said, said
-    assert len((tmp_path / "run/mismatch/metrics.jsonl").read_text(encoding="utf-8").splitlines()) >= 3
+    assert len((tmp_path / "run/mismatch/metrics-000.jsonl").read_text(encoding="utf-8").splitlines()) >= 3

@@ -82,6 +82,7 @@ def test_a_tensor_that_trls_own_update_loses_ends_the_run(run: Run, smollm2: Pat
     assert "weight update" in found["error"], found
 
 
+@pytest.mark.nightly
 def test_five_updates_of_all_tensors_in_a_row_reach_the_engine_of_a_run(
     run: Run, smollm2: Path, tmp_path: Path
 ) -> None:

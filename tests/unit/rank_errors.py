@@ -93,7 +93,7 @@ def after_another_failure(fails: bool) -> str:
 
 def ended(folder: Path) -> str:
     """Return what the metrics file says of the run's end."""
-    written = [path.read_text().splitlines()[-1] for path in folder.rglob("metrics.jsonl")] if folder.is_dir() else []
+    written = [path.read_text().splitlines()[-1] for path in folder.rglob("metrics-*.jsonl")] if folder.is_dir() else []
     return " ".join(written)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.names import TRL
 
 POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -21,9 +21,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @contextmanager
-def run_stream(run_dir: Path, *, header: dict[str, Any], resume_step: int | None = None) -> Iterator[RunStream]:
+def run_stream(run_dir: Path, *, header: dict[str, Any], **segment: Any) -> Iterator[SegmentFile]:
     """Yield a stream, and say at the end that the run is complete."""
-    stream = RunStream.open(run_dir, header=header, resume_step=resume_step)
+    stream = SegmentFile.create(run_dir, header=header, **segment)
     yield stream
     stream.end(read_run(run_dir).last_step, "completed")
     stream.close()
@@ -88,7 +88,7 @@ def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True,
     """Write one run whose gap has the size that its name's dtype leaves, reward climbing by 0.2."""
     rng = np.random.default_rng([seed, *name.encode()])
     spread = SPREAD.get(name, 4e-2)
-    stream = RunStream.open(run_dir, header=header(name, **changes))
+    stream = SegmentFile.create(run_dir, header=header(name, **changes))
     scale = 65536.0
     for step in range(1, steps + 1):
         progress = step / max(steps, 1)
@@ -117,7 +117,7 @@ def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True,
     return run_dir
 
 
-def write_profiles(stream: RunStream, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train") -> None:
+def write_profiles(stream: SegmentFile, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train") -> None:
     difference = old - rollout
     position = np.broadcast_to(np.arange(rollout.shape[1]), rollout.shape)
     profiles = {

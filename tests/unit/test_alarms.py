@@ -18,8 +18,8 @@ from mismatch_ext.alarms import DEFAULTS, AlarmState, resumed
 from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
-from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.names import (
     CORRECTION_MEASURES,
     GROWTH_MEASURES,
@@ -284,13 +284,6 @@ def test_resuming_anywhere_gives_the_same_alarms(trace: list[dict[str, float]], 
     assert second.state == whole.state
 
 
-def test_a_streak_goes_on_after_a_resume() -> None:
-    before, after = Watching(section(x={"above": 1})), Watching(section(x={"above": 1}))
-    assert changes(before, [2, 2]) == []
-    assert resume(after, before.state) == []
-    assert [(a.step, a.first_step) for a in after.observe(3, {"x": 2})] == [(3, 1)]
-
-
 def test_a_metric_whose_rule_changed_begins_anew_and_others_do_not() -> None:
     before = Watching(section(x={"above": 1}, y={"above": 1}, gone={"above": 1}))
     for step in range(3):
@@ -336,7 +329,7 @@ def write_two_segments(run_dir: Path) -> Path:
     header = synthetic_runs.header("bf16", config=config)
     monitor = Watching(MonitorConfig())
 
-    def log(stream: RunStream, step: int, k3: float) -> None:
+    def log(stream: SegmentFile, step: int, k3: float) -> None:
         metrics = {
             "mismatch/k3_kl": k3,
             "mismatch/logp_abs_diff_mean": 0.01,
@@ -353,7 +346,7 @@ def write_two_segments(run_dir: Path) -> Path:
         for alarm in monitor.observe(step, metrics):
             stream.event(step, alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm))
 
-    stream = RunStream.open(run_dir, header=header)
+    stream = SegmentFile.create(run_dir, header=header)
     for step, k3 in enumerate([2e-4, 2e-3, 2e-3, 2e-3], 1):
         log(stream, step, k3)
     saved = monitor.state
@@ -366,7 +359,7 @@ def write_two_segments(run_dir: Path) -> Path:
 
     monitor = Watching(MonitorConfig())
     monitor.state = saved
-    stream = RunStream.open(run_dir, header=header, resume_step=4)
+    stream = SegmentFile.create(run_dir, header=header, resume_step=4)
     for step, k3 in enumerate([4e-4, 4e-4, 4e-4, 9e-3, 9e-3, 9e-3, 3e-3], 5):
         log(stream, step, k3)
     stream.event(11, "error", "weight_sync", "the engine holds stale weights")
@@ -386,7 +379,7 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
         "  loss scale 1024 at the end, 2 steps skipped",
         "  sync       gap of the probes at most 0.0011, 1 failed, at step 11",
         "  routing    other experts in 1.00% of (token, layer) pairs at the end, at most 2.00%",
-        f"  metrics    {run_dir / 'metrics.jsonl'}",
+        f"  metrics    {run_dir / 'metrics-*.jsonl'}",
         f"  report     mismatch-ext report '{run_dir}'",
     ]
 
@@ -405,7 +398,7 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
 def test_the_closing_line_of_the_kl(
     keys: dict[str, float], coefs: tuple[float, float], said: str, tmp_path: Path
 ) -> None:
-    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16", config={"kl": keys}))
+    stream = SegmentFile.create(tmp_path, header=synthetic_runs.header("bf16", config={"kl": keys}))
     for step, (k1, coef) in enumerate(zip((1e-4, 0.012), coefs, strict=True)):
         stream.step(step, {"mismatch/kl_ref_k1": k1, "mismatch/kl_coef": coef})
     stream.end(1, "completed")
@@ -414,7 +407,7 @@ def test_the_closing_line_of_the_kl(
 
 
 def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
-    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
+    stream = SegmentFile.create(tmp_path, header=synthetic_runs.header("bf16"))
     stream.step(3, {"reward": 1.0, "sampling/sampling_logp_difference/mean": 0.015})
     stream.step(4, {"sampling/sampling_logp_difference/mean": NAN})
     for step, status in ((1, "raised"), (3, "cleared")):
@@ -434,7 +427,7 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
 
 
 def test_the_closing_line_of_replay_is_over_the_logs_that_were_scored_without_it(tmp_path: Path) -> None:
-    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16", config={"routing": {"mode": "R3"}}))
+    stream = SegmentFile.create(tmp_path, header=synthetic_runs.header("bf16", config={"routing": {"mode": "R3"}}))
     logs = [
         (0.008, 0.002, 100.0),
         (None, 0.5, None),
@@ -449,7 +442,7 @@ def test_the_closing_line_of_replay_is_over_the_logs_that_were_scored_without_it
 
 
 def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:
-    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
+    stream = SegmentFile.create(tmp_path, header=synthetic_runs.header("bf16"))
     stream.end(1, "completed", "x is 2 at step 1, above 1.")
     assert (
         closing_lines(read_run(tmp_path))[0]
@@ -459,11 +452,11 @@ def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:
 
 def test_closing_lines_of_a_run_that_was_killed(tmp_path: Path) -> None:
     synthetic_runs.write_run(tmp_path / "fp16", "fp16", steps=5, finish=False)
-    path = tmp_path / "fp16" / "metrics.jsonl"
+    path = tmp_path / "fp16" / "metrics-000.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     lines = closing_lines(read_run(tmp_path / "fp16"))
     assert lines[0] == "mismatch-ext: training did not end after 5 steps"
     assert "  sync       5 weight updates verified, gap of the probes at most 0.00125, no weight update failed" in lines
-    assert any(line.startswith("  problems   1, the first: line ") for line in lines)
-    (tmp_path / "metrics.jsonl").write_text("")
+    assert any(line.startswith("  problems   1, the first: metrics-000.jsonl, line ") for line in lines)
+    (tmp_path / "metrics-000.jsonl").write_text("")
     assert closing_lines(read_run(tmp_path))[0] == "mismatch-ext: training did not end after 0 steps"

@@ -94,7 +94,7 @@ def test_too_many_bad_rows_stop_a_run_that_acts(tmp_path: Path, acts: bool) -> N
     assert "3 of the 96 rows" in (logged.stop or "3 of the 96 rows")
     assert log.log(4, {"loss": 0.0}).stop is None  # a run that goes on counts anew
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "metrics-000.jsonl").read_text().splitlines()]
     events = [line for line in lines if line["kind"] == "event" and line["name"] == "bad_rows"]
     assert [event["level"] for event in events] == ["warning"] * 3 + ["error"] * acts
     assert len([message for message in told if "rollout 1 has no routes" in message]) == 1
@@ -125,7 +125,7 @@ def test_closing_lines_and_report_list_bad_rows_by_reason(tmp_path: Path) -> Non
 def test_the_end_of_a_run_leaves_what_the_last_step_has_counted(tmp_path: Path) -> None:
     log = RunLog(MismatchConfig(), tmp_path, info=lambda: {}, step=lambda: 1, checks=Checks(True))
     log.begin()
-    log.follow_versions()
+    log.sums.follows_versions = True
     bad = BadRows(8)
     bad.add(5, "mask", "no mask.")
     log.count_bad_rows("train", bad)

@@ -53,5 +53,6 @@ def test_metrics_of_batches_rows_and_shards(seed: int) -> None:
     profiles, of_parts = gap_profiles(whole), gap_profiles(parts)
     for name, profile in profiles.items():
         assert profile["count"] == of_parts[name]["count"]
-        for mean, of_part in zip(profile["k3_mean"], of_parts[name]["k3_mean"], strict=True):
-            assert mean == of_part or mean == pytest.approx(of_part, rel=1e-9, abs=1e-9)
+        for column in ("abs_diff_mean", "abs_diff_max", "k3_mean"):
+            for value, of_part in zip(profile[column], of_parts[name][column], strict=True):
+                assert value == of_part or value == pytest.approx(of_part, rel=1e-9, abs=1e-9)

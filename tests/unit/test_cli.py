@@ -93,7 +93,7 @@ def test_names_of_runs_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.
     # Two runs, so that the verdict has both names; a line of its own would pass for one of ours.
     for name in (f"a{STEERING}\nready to train", "b"):
         run = write_run(tmp_path / STEERING / name.replace("\n", " "), "bf16", steps=3)
-        metrics = run / "metrics.jsonl"
+        metrics = run / "metrics-000.jsonl"
         lines = metrics.read_text().splitlines()
         header = json.loads(lines[0])
         header["run"]["name"] = name

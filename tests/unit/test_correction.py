@@ -16,6 +16,7 @@ from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.presets import PRESETS, RULES, ResolvedCorrection, parse_rules, resolve
+from tests.oracles.brute.correction import weights_and_mask
 
 pytestmark = pytest.mark.numeric
 
@@ -101,19 +102,12 @@ def test_veto_and_off_policy_mask_by_hand() -> None:
 
 def test_metrics_by_hand() -> None:
     found = corrected(level="token", upper=3.0).metrics
-    logs = [math.log(x) for x in (2, 0.5, 4, 1, 0.25)]
-    assert found["kl"] == pytest.approx(-sum(logs) / 5, abs=1e-12)  # the logarithms sum to 0
-    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 4 + 1 + 0.25 - 5 - sum(logs)) / 5)
-    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1 + 0.0625) / 5 - 1)
-    assert found["chi2_seq"] == pytest.approx((16 + 0.0625) / 2 - 1)
     assert found["rollout_is_mean"] == pytest.approx(6.75 / 5)
     assert found["rollout_is_max"] == pytest.approx(3) and found["rollout_is_min"] == pytest.approx(0.25)
     squares = 4 + 0.25 + 9 + 1 + 0.0625
     assert found["rollout_is_eff_sample_size"] == pytest.approx(6.75**2 / 5 / squares)
     assert found["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
     assert found["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)  # below 1/3
-    assert found["training_ppl"] == pytest.approx((math.exp(1 - math.log(4) / 3) + math.exp(1 + math.log(4) / 2)) / 2)
-    assert found["rollout_ppl"] == pytest.approx(math.e)
 
 
 def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,17 +118,6 @@ def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tupl
     mask[0, 0] = True
     old = -3 * torch.rand(rows, length, generator=generator)
     return old - scale * torch.randn(rows, length, generator=generator), old, mask
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
-def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
-    rollout, old, mask = draw(4, rows=32, length=400, scale=scale)
-    found = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS["tis"]).metrics
-    d = (old.double() - rollout.double())[mask]
-    assert found["k3_kl"] == pytest.approx(float((d.expm1() - d).mean()), rel=1e-6)
-    assert found["kl"] == pytest.approx(float(-d.mean()), rel=1e-6)
-    assert found["chi2_token"] == pytest.approx(float((2 * d).clamp(-40, 40).exp().mean() - 1), rel=1e-6, abs=1e-9)
-    assert found["rollout_is_mean"] == pytest.approx(float(d.exp().clamp(max=2).mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -190,88 +173,6 @@ def test_other_malformed_inputs_are_refused() -> None:
         correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS["opsm"])
 
 
-SOME = ("decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "icepop", "geo_mask", "slime_mis", "slime_cis", "cis")
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 10_000),
-    st.sampled_from(SOME),
-    st.sampled_from([math.nan, math.inf, 1e30]),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-)
-def test_nothing_is_read_under_the_mask_and_rows_are_independent(
-    seed: int, preset: str, garbage: float, dtype: torch.dtype
-) -> None:
-    rollout, old, mask = draw(seed)
-    rollout, old = rollout.to(dtype), old.to(dtype)
-    plain = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS[preset])
-    dirty = [torch.where(mask, x, torch.tensor(garbage, dtype=torch.float64).to(dtype)) for x in (rollout, old)]
-    again = correct(rollout_logprobs=dirty[0], old_logprobs=dirty[1], response_mask=mask, config=PRESETS[preset])
-    assert torch.equal(plain.weights, again.weights) and torch.equal(plain.mask, again.mask)
-    assert plain.metrics == again.metrics
-    # Padding on either side, and another order of rows.
-    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    moved = [torch.nn.functional.pad(x[order], (3, 4)) for x in (old, rollout, mask)]
-    other = correct(old_logprobs=moved[0], rollout_logprobs=moved[1], response_mask=moved[2], config=PRESETS[preset])
-    assert torch.equal(other.mask[:, 3:-4], plain.mask[order]) and not other.mask[:, :3].any()
-    assert torch.allclose(other.weights[:, 3:-4], plain.weights[order], rtol=1e-6)
-    for name, value in plain.metrics.items():
-        assert other.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
-
-
-def by_hand(
-    rollout: Tensor, old: Tensor, mask: Tensor, s: ResolvedCorrection
-) -> tuple[list[list[float]], list[list[bool]]]:
-    """Return weights and kept tokens from loops over Python floats."""
-
-    def clamped(x: float) -> float:
-        return min(max(x, -20.0), 20.0)
-
-    def bounded(ratio: float, logprob: float) -> float:
-        low, high = s.lower or 0.0, math.inf if s.upper is None else s.upper
-        if s.confidence is not None:
-            slope, floor = s.confidence
-            return min(ratio, 1 + slope * max(1 - math.exp(logprob), floor))
-        if s.bound in ("truncate", "clip"):
-            return min(max(ratio, low), high)
-        return ratio if low <= ratio <= high else 0.0
-
-    def statistic(d: float, estimator: str) -> float:
-        return {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[estimator]
-
-    def inside(value: float, lower: float | None, upper: float) -> bool:
-        if lower is None:
-            return value <= upper
-        low, high = math.log(lower), math.log(upper)
-        return low <= value <= high if "verl_inverse_k1" in s.compat else -high <= value <= -low
-
-    weights, kept = [[0.0] * mask.shape[1] for _ in mask], [[False] * mask.shape[1] for _ in mask]
-    for row in range(len(mask)):
-        places = [t for t in range(mask.shape[1]) if mask[row, t]]
-        d = [float(old[row, t]) - float(rollout[row, t]) for t in places]
-        keep = [True] * len(d)
-        whole = not d or s.veto is None or min(d) >= math.log(s.veto)
-        for rule, bounds in s.rules.items():
-            *_, over, estimator = rule.split("_")
-            values = [statistic(clamped(x), estimator) for x in d]
-            if over == "token":
-                keep = [k and inside(v, *bounds) for k, v in zip(keep, values, strict=True)]
-            elif d:
-                total = {"sum": math.fsum(values), "mean": math.fsum(values) / len(d), "max": max(values)}[over]
-                whole = whole and inside(total, *bounds)
-        exponent = {"sequence": math.fsum(d), "geometric": math.fsum(d) / max(len(d), 1)}.get(s.level)
-        for place, x, k in zip(places, d, keep, strict=True):
-            ratio = math.exp(clamped(x if exponent is None else exponent))
-            weights[row][place] = 1.0 if s.level == "none" else bounded(ratio, float(old[row, place]))
-            kept[row][place] = k and whole
-    if s.normalize:
-        count = float(mask.sum())
-        mean = math.fsum(map(math.fsum, weights)) / count if s.level == "token" else math.nan
-        weights = [[w / mean for w in row] for row in weights]
-    return weights, kept
-
-
 EVERY_RULE = parse_rules({name: (0.6, 1.6) if name.endswith("k1") else 0.2 for name in RULES})
 MORE_KINDS = {
     # Trust regions need probabilities, which these draws exceed (test_dppo.py).
@@ -300,9 +201,9 @@ def test_weights_and_masks_are_those_by_hand(kind: str, scale: float) -> None:
             config=chosen,
             advantages=torch.ones(len(mask)),
         )
-        weights, kept = by_hand(rollout, old, mask, chosen)
-        assert torch.equal(found.mask, torch.tensor(kept))
-        torch.testing.assert_close(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-11, atol=1e-11)
+        weights, kept = weights_and_mask(rollout, old, mask, chosen, torch.ones(len(mask)), None)
+        assert torch.equal(found.mask, kept)
+        torch.testing.assert_close(found.weights, weights, rtol=1e-11, atol=1e-11)
 
 
 def test_a_ratio_at_its_bound_is_kept() -> None:
@@ -361,27 +262,13 @@ def test_weights_are_detached_from_policies_that_require_gradients(preset: str) 
     "preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "slime_mis", "geo_mask", "cis"]
 )
 @pytest.mark.parametrize("scale", [1e-9, 1e-4, 0.2])
-def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
+def test_all_weight_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
     chosen = PRESETS[preset]
     rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(7, rows=24, length=300, scale=scale))
     result = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=chosen)
     found = result.metrics
     sequences = [(old[i][mask[i]], rollout[i][mask[i]]) for i in range(len(mask)) if mask[i].any()]
     differences = [o - r for o, r in sequences]
-    want = {
-        "training_ppl": [float((-o.mean()).exp()) for o, _ in sequences],
-        "rollout_ppl": [float((-r.mean()).exp()) for _, r in sequences],
-        "training_log_ppl": [float(-o.mean()) for o, _ in sequences],
-        "rollout_log_ppl": [float(-r.mean()) for _, r in sequences],
-        "log_ppl_diff": [float(-d.mean()) for d in differences],
-        "log_ppl_abs_diff": [float(d.mean().abs()) for d in differences],
-        "ppl_ratio": [float((-d.mean()).exp()) for d in differences],
-        "chi2_seq": [math.expm1(2 * min(max(float(d.sum()), -20.0), 20.0)) for d in differences],
-    }
-    for name, values in want.items():
-        assert found[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-12), name
-    flat = torch.cat(differences)
-    assert found["k3_kl"] == pytest.approx(float((flat.expm1() - flat).mean()), rel=1e-6)
     raw = {
         "token": [d.exp() for d in differences],
         "sequence": [d.sum().clamp(-20, 20).exp().expand(len(d)) for d in differences],
@@ -406,9 +293,6 @@ def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, sca
     # Kish: the square of the sum over the sum of squares, per token. All weights may be 0.
     size = float(w.sum() ** 2 / w.square().sum() / len(w)) if w.any() else 0.0
     assert found["rollout_is_eff_sample_size"] == pytest.approx(size, rel=1e-6)
-    means = torch.stack([x.mean() for x in weights])
-    assert found["rollout_is_seq_mean"] == pytest.approx(float(means.mean()), rel=1e-6)
-    assert found["rollout_is_seq_std"] == pytest.approx(float(means.std()), rel=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -522,16 +406,3 @@ def test_a_mask_of_weights_is_refused(value: float) -> None:
             response_mask=mask,
             config=CorrectionConfig(preset="tis"),
         )
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_least_and_largest_weight_are_finite_where_all_are_huge(level: str) -> None:
-    settings = ResolvedCorrection(level=level, upper=2.0)  # type: ignore[arg-type]
-    found = correct(
-        old_logprobs=torch.zeros(2, 3),
-        rollout_logprobs=torch.full((2, 3), -800.0),
-        response_mask=torch.ones(2, 3),
-        config=settings,
-    ).metrics
-    assert found["rollout_is_max"] == found["rollout_is_min"] or level == "token"
-    assert all(math.isfinite(value) for value in found.values())

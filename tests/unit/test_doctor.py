@@ -13,8 +13,22 @@ import yaml
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
-from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split, with_heads
+from mismatch_ext.doctor import (
+    REMEDIES,
+    Cause,
+    Diagnosis,
+    Evidence,
+    Sample,
+    Scores,
+    Tried,
+    conclude,
+    diagnose,
+    gather,
+    remedy,
+    report,
+)
+from mismatch_ext.doctor.diagnose import ANOTHER
+from mismatch_ext.doctor.evidence import distance, split
 from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import TokensTest, judge_ends, judge_tokens
@@ -93,6 +107,11 @@ def test_a_clean_pair_names_nothing(temperature: float) -> None:
     assert found.tokens_test.finding is None and "Clean" in report(found)
 
 
+def tried(evidence: Evidence, family: str, left: float, after: np.ndarray) -> Diagnosis:
+    """Return the conclusion with one remedy, as if it were the only one."""
+    return conclude(replace(evidence, remedies=[Tried(families=[family], left=left, after=after)]))
+
+
 # Of rounding, what a head in float32 leaves.
 HEADED = 0.4
 
@@ -131,8 +150,10 @@ def test_a_head_on_one_side_is_noted_by_what_both_sides_say_where_its_error_is_t
     sample, scores = drawn()
     _, other = drawn(trainer_rounding=0.8 * ROUNDING)
     scores = replace(scores, headed=other.trainer, trainer_head=told, engine_dtype="bfloat16", trainer_dtype="bfloat16")
-    found = diagnose(sample, scores)
-    noted = with_heads(found, sample, scores, engine_head)
+    evidence = gather(sample, scores)
+    found = conclude(evidence)
+    evidence.engine_head = engine_head
+    noted = conclude(evidence)
     alike = other.trainer if engine_head == "float32" else scores.own
     gaps = [f"{np.abs(sample.engine - side).mean():.2e}" for side in (scores.trainer, alike)]
     one_sided = (engine_head == "float32") != (told == "float32")
@@ -195,9 +216,9 @@ def test_rows_of_padding_and_reported_logits_are_named() -> None:
 
 
 def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_prompt() -> None:
-    found = diagnose(*drawn(lambda z: z / 0.9))
-    assert [cause.key for cause in found.causes] == ["temperature"] and found.explained is not None
-    told = found.confirmed({"sampling"}, 9.0, found.explained.error)
+    evidence = gather(*drawn(lambda z: z / 0.9))
+    assert [cause.key for cause in conclude(evidence).causes] == ["temperature"]
+    told = tried(evidence, "sampling", 9.0, evidence.explained.error)
     (cause,) = told.causes
     assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
     assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
@@ -392,14 +413,15 @@ def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
 
 
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
-    found = diagnose(*drawn(lambda z: z / 0.9))
-    assert found.causes[0].status == "fits" and found.explained is not None
-    mended = found.explained.rest
-    assert found.confirmed({"sampling"}, 1.0, mended).causes[0].status == "confirmed"
-    refuted = found.confirmed({"sampling"}, 9.0, mended)
+    evidence = gather(*drawn(lambda z: z / 0.9))
+    found = conclude(evidence)
+    assert found.causes[0].status == "fits"
+    mended = evidence.explained.rest
+    assert tried(evidence, "sampling", 1.0, mended).causes[0].status == "confirmed"
+    refuted = tried(evidence, "sampling", 9.0, mended)
     assert refuted.causes[0].status == refuted.verdict == "partly" and "not confirm" in refuted.notes[-1]
     # An error that stays without sampling is no temperature.
-    still = found.confirmed({"sampling"}, 1.0, found.explained.error)
+    still = tried(evidence, "sampling", 1.0, evidence.explained.error)
     assert [cause.key for cause in still.causes] == ["logit_scale"] and "not confirm" in still.notes[-1]
     json.dumps(found.data(), allow_nan=False)
 
@@ -408,11 +430,11 @@ def test_a_remedy_that_mends_more_than_its_cause_said_confirms_nothing() -> None
     # Biases of many logits, of which the list knows nothing: a temperature fits in part, and sampling settings go together.
     bias = torch.zeros(VOCABULARY)
     bias[::2], bias[1::2] = -0.05, 0.05
-    found = diagnose(*drawn(lambda z: z * 1.06 + bias))
+    evidence = gather(*drawn(lambda z: z * 1.06 + bias))
+    found = conclude(evidence)
     assert found.verdict == "partly" and [cause.status for cause in found.causes] == ["partly"], report(found)
-    assert found.explained is not None
     clean = np.random.default_rng(0).normal(size=found.tokens) * 1e-3
-    still = found.confirmed({"sampling"}, 1.0, clean)
+    still = tried(evidence, "sampling", 1.0, clean)
     assert still.causes[0].status == "partly" and still.verdict == "partly" and "mends more" in still.notes[-1]
 
 
@@ -501,15 +523,21 @@ def test_another_model_is_told_from_a_fault_of_this_one() -> None:
     other = other[: few * LENGTH]
     far, near = (drawn(lambda z, by=by: z + by * other, responses=few) for by in (1.0, 0.1))
     assert distance(*near) < ANOTHER < distance(*far)
-    unexplained = diagnose(*near)
-    assert unexplained.verdict == "unexplained" and other_model(unexplained, distance(*near)) is unexplained
-    found = other_model(diagnose(*far), distance(*far))
+    evidence = gather(*near)
+    unexplained = conclude(evidence)
+    evidence.distance = distance(*near)
+    assert unexplained.verdict == "unexplained" and conclude(evidence) == unexplained
+    evidence = gather(*far)
+    evidence.distance = distance(*far)
+    found = conclude(evidence)
     (cause,) = found.causes
     assert cause.key == "other_model" and cause.status == "fits" and found.exit_status(1e-4) == 1
     assert "does not hold this model" in report(found) and "to fix other_model" in report(found)
     # A cause that is the whole truth comes before it, however large.
-    named = diagnose(*drawn(lambda z: z / 0.5, responses=few))
-    assert named.verdict == "explained" and other_model(named, 9.0) is named
+    evidence = gather(*drawn(lambda z: z / 0.5, responses=few))
+    named = conclude(evidence)
+    evidence.distance = 9.0
+    assert named.verdict == "explained" and conclude(evidence) == named
 
 
 @pytest.mark.parametrize(
@@ -566,10 +594,10 @@ def test_tokens_tell_two_temperatures_apart_by_their_likelihoods(z: float, drawn
 
 def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_temperature() -> None:
     # Most tokens are almost certain, and less so at the higher temperature, where rounding moves them more.
-    found = diagnose(*drawn(lambda z: z / 0.2, reported=lambda z: z / 0.25, temperature=0.2))
+    evidence = gather(*drawn(lambda z: z / 0.2, reported=lambda z: z / 0.25, temperature=0.2))
+    found = conclude(evidence)
     assert [cause.status for cause in found.causes] == ["fits"] and found.verdict == "explained", report(found)
-    assert found.left < 1.3 and found.explained is not None and found.noise is not None
-    assert not found.noise.is_rounding(found.explained.rest)
+    assert found.left < 1.3 and not evidence.noise.is_rounding(evidence.explained.rest)
 
 
 @pytest.mark.parametrize("key", ["clean", *PLANTED])

@@ -10,7 +10,7 @@ import pytest
 from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, Block, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 

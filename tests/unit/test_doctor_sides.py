@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from mismatch_ext.adapters.doctor.command import as_logged, hosts_of_log
-from mismatch_ext.adapters.doctor.examining import _confirmed
+from mismatch_ext.adapters.doctor.examining import _try_remedies
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.sides import Run, in_live_dtype
 
-from mismatch_ext.doctor import diagnose, report
+from mismatch_ext.doctor import conclude, gather, report
 from mismatch_ext.errors import ConfigError
 from tests.unit.synthetic_runs import write_run
 from tests.unit.test_doctor import drawn
@@ -128,9 +128,9 @@ def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_pa
 
 
 def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    from mismatch_ext.adapters.doctor.progress import LINES_APART, Progress
+    from mismatch_ext.adapters.doctor.progress import LINES_APART, QUICK, Progress
 
-    with Progress("doctor") as rung:
+    with Progress("doctor", QUICK) as rung:
         rung("engine")
         rung("engine again")  # too soon after the line before
         rung._told -= LINES_APART
@@ -177,16 +177,18 @@ def test_what_to_change_is_said_of_the_engine_that_a_log_names(stated: dict[str,
 
 def test_a_start_of_the_very_same_engine_neither_confirms_nor_refutes(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, scores = drawn(lambda z: 23 * torch.tanh(z / 23))
-    found = diagnose(sample, scores)
+    evidence = gather(sample, scores)
+    found = conclude(evidence)
     (cause,) = found.causes
     assert (cause.key, cause.family, cause.status) == ("softcap", "config", "fits")
 
-    def start(run: Run, shape: object) -> None:
+    def start(*_: object) -> None:
         raise AssertionError("the same engine was started again")
 
     monkeypatch.setattr(Run, "start", start)
     rungs: list[str] = []
-    judged = _confirmed(found, Run(model="m"), sample, sample, SimpleNamespace(shape=None), rungs.append)  # type: ignore[arg-type]
+    _try_remedies(evidence, Run(model="m"), sample, SimpleNamespace(shape=None), rungs.append)  # type: ignore[arg-type]
+    judged = conclude(evidence)
     assert judged.causes == found.causes and judged.verdict == found.verdict and rungs == []
     assert "softcap: no start of the engine can confirm or refute it" in judged.notes[-1]
     assert "refuted" not in report(judged).replace("confirm or refute it", "")

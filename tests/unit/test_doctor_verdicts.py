@@ -12,21 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor import Sample, Scores, diagnose, report
-from mismatch_ext.doctor.diagnose import (
-    ROUTES,
-    Block,
-    Part,
-    farther,
-    least_part,
-    request_or_engine,
-    taken_apart,
-    with_blocks,
-)
-from mismatch_ext.doctor.logged_trainer import against_logged
+from mismatch_ext.doctor import Diagnosis, Sample, Scores, Tried, conclude, diagnose, gather, report
+from mismatch_ext.doctor.diagnose import judge_remedy, request_or_engine
+from mismatch_ext.doctor.evidence import ROUTES, Block, Later, Part, RunPass, least_part
+from mismatch_ext.doctor.logged_trainer import compare_logged
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.report.doctor import why_of
-from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift
+from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift, tried
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
 
@@ -82,25 +74,23 @@ def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> Non
         out = torch.zeros_like(z, dtype=torch.bool).scatter(-1, at, best.cumsum(-1) - best >= 0.8)
         return (z / 0.7).masked_fill(out, -torch.inf)
 
-    found = diagnose(*drawn(cut, reported=lambda z: z, temperature=0.7))
+    evidence = gather(*drawn(cut, reported=lambda z: z, temperature=0.7))
+    found = conclude(evidence)
     assert [cause.key for cause in found.causes][0] == "raw_logprobs", report(found)
     assert "without the tail" in report(found)
     # Where rounding does not judge reports of another temperature, the remedy confirms them, and the tail is still told.
-    assert found.explained is not None
-    partly = replace(found, causes=found.causes[:1], verdict="partly").confirmed(
-        ["reporting"], 1.0, found.explained.rest
-    )
+    partly = replace(found, causes=found.causes[:1], verdict="partly")
+    judge_remedy(partly, evidence, Tried(families=["reporting"], left=1.0, after=evidence.explained.rest))
     assert partly.verdict == "explained" and [cause.key for cause in partly.causes] == [
         cause.key for cause in found.causes
     ]
 
 
 def test_a_name_whose_remedy_takes_nothing_is_refuted() -> None:
-    found = diagnose(*drawn(lambda z: z + 0.8 * (torch.arange(z.shape[-1]) == 3)))
-    assert [cause.key for cause in found.causes] == ["logit_bias"] and found.explained is not None
+    evidence = gather(*drawn(lambda z: z + 0.8 * (torch.arange(z.shape[-1]) == 3)))
+    assert [cause.key for cause in conclude(evidence).causes] == ["logit_bias"]
     # An error as large at other tokens, in the place of what the remedy should have left.
-    after = found.explained.error[::-1].copy()
-    left = found.confirmed(["sampling"], 9.0, after)
+    left = tried(evidence, "sampling", 9.0, evidence.explained.error[::-1].copy())
     assert not left.causes and left.verdict == "unexplained", report(left)
     assert "refuted: its remedy took 0% of" in left.hints[0] and "to fix" not in report(left)
     assert left.unexplained > 0 and any("which is refuted" in part.name for part in left.parts)
@@ -149,31 +139,38 @@ def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Sc
 
 def test_clean_is_bounded_by_the_length_that_was_seen_and_refuted_behind_it() -> None:
     whole, scores = drawn(extra=late)
-    short = diagnose(*first_tokens(whole, scores, 15))
-    assert short.verdict == "clean"
-    assert f"Clean up to token 15 of {LENGTH}" in report(replace(short, longest=LENGTH))
-    found = farther(short, whole, scores, LENGTH)
+    evidence = gather(*first_tokens(whole, scores, 15))
+    evidence.longest = LENGTH
+    assert f"Clean up to token 15 of {LENGTH}" in report(conclude(evidence))
+    evidence.later = Later.of(whole, scores)
+    found = conclude(evidence)
     assert found.verdict == "unexplained" and found.begins is not None and abs(found.begins - 20) <= 1
-    sound = farther(short, *drawn(), LENGTH)
+    evidence.later = Later.of(*drawn())
+    sound = conclude(evidence)
     assert sound.verdict == "clean" and (sound.seen, sound.longest) == (LENGTH, LENGTH) and "Clean:" in report(sound)
 
 
 def test_a_block_that_stands_out_forbids_clean_and_is_the_place() -> None:
-    clean = diagnose(*drawn())
+    evidence = gather(*drawn())
     fine, wrong = (Block(layer=1, kind="mlp", error=error, own=1e-3) for error in (1.1e-3, 9e-3))
-    assert with_blocks(clean, [fine]).verdict == "clean"
-    found = with_blocks(clean, [fine, wrong])
+    evidence.blocks = [fine]
+    assert conclude(evidence).verdict == "clean"
+    evidence.blocks = [fine, wrong]
+    found = conclude(evidence)
     assert found.verdict == "unexplained" and found.exit_status(1e-4) == 3
     assert "where: layer 1, mlp, 9.0 of rounding's; 1 of 2 blocks" in report(found)
 
 
 def test_the_request_is_told_from_the_engine_by_its_score_of_a_prompt() -> None:
-    found = diagnose(*drawn(extra=lambda z: drift(z, 0.3)))
-    assert "sampling or what it reports differ" in report(request_or_engine(found, 0.98, np.full(9, 1e-3)))
-    assert "configuration or arithmetic differ" in report(request_or_engine(found, 9.0, np.full(9, 1e-2)))
-    assert "are sound" in report(request_or_engine(found, 9.0, np.full(9, 1e-6))), "two float32 programs"
-    near = replace(found, ratio=1.32)
-    assert request_or_engine(near, 1.29, np.full(9, 1e-3)) == near, "two errors of about the size of rounding"
+    evidence = gather(*drawn(extra=lambda z: drift(z, 0.3)))
+    for left, size, said in (
+        (0.98, 1e-3, "sampling or what it reports differ"),
+        (9.0, 1e-2, "configuration or arithmetic differ"),
+        (9.0, 1e-6, "are sound"),  # two float32 programs
+    ):
+        evidence.prompt = (left, np.full(9, size))
+        assert said in report(conclude(evidence))
+    assert not request_or_engine(1.29, 1.32, exact=False), "two errors of about the size of rounding"
 
 
 def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
@@ -181,27 +178,38 @@ def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
     made = np.random.default_rng(0)
     moved = 20 * ROUNDING * made.normal(size=len(scores.trainer))
     run = replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout="the run's own pass")
-    found = diagnose(sample, run)
 
-    def tried(right: str) -> dict[str, tuple[str, np.ndarray]]:
-        return {said: (name, run.trainer if said == right else scores.own) for said, name in NAMES.items()}
+    def apart(right: str, run: Scores = run) -> Diagnosis:
+        evidence = gather(sample, run)
+        tries = {said: (name, run.trainer if said == right else scores.own) for said, name in NAMES.items()}
+        evidence.run_pass = RunPass(computed=run.trainer, plain=scores.trainer, tries=tries)
+        return conclude(evidence)
 
-    padded = taken_apart(found, run.trainer, scores.trainer, tried("padding on the left"))
+    padded = apart("padding on the left")
     assert (
         padded.verdict == "explained" and "padding on the left" in report(padded) and "position_ids" in report(padded)
     )
-    packed = taken_apart(found, run.trainer, scores.trainer, tried("packing"))
+    packed = apart("packing")
     assert "use_remove_padding=false" in report(packed) and "position_ids" not in report(packed)
-    neither = taken_apart(found, run.trainer, scores.trainer, tried(""))
+    neither = apart("")
     assert neither.verdict == "partly" and neither.exit_status(1e-4) == 3 and "use_remove" not in report(neither)
-    clean = diagnose(sample, scores)
-    assert taken_apart(clean, run.trainer, scores.trainer, {}) is clean
+    assert apart("", scores) == diagnose(sample, scores)
+
+
+def against_logged(
+    sample: Sample, scores: Scores, logged: np.ndarray, *, scored_late: bool = False, hints: tuple[str, ...] = ()
+) -> Diagnosis:
+    """Diagnose a log that holds its trainer's log-probabilities."""
+    evidence = gather(sample, scores)
+    evidence.hints += hints
+    evidence.logged = compare_logged(sample, scores, logged, scored_late=scored_late)
+    return conclude(evidence)
 
 
 def test_a_trainer_that_is_not_the_logs_is_not_judged_and_the_temperature_is_named() -> None:
     sample, scores = drawn()
     _, other = drawn(temperature=0.8)
-    found = against_logged(diagnose(sample, scores), sample, scores, other.trainer)
+    found = against_logged(sample, scores, other.trainer)
     assert diagnose(sample, scores).verdict == "clean"
     assert found.verdict == "other_trainer" and found.exit_status(10.0) == 3, report(found)
     assert "and with --temperature 0.8 it is" in report(found) and "Not judged" in report(found)
@@ -214,7 +222,7 @@ def test_a_trainer_within_rounding_of_the_logs_is_judged(size: float) -> None:
     # As far from the oracle as this trainer, on the other side.
     logged = scores.trainer - 2 * size * (scores.trainer - table.logprob)
     logged[::7] = np.nan
-    found = against_logged(diagnose(sample, scores), sample, scores, logged)
+    found = against_logged(sample, scores, logged)
     assert found.verdict == "clean" and "2,057 tokens; --model scores them" in report(found), report(found)
 
 
@@ -238,7 +246,7 @@ def test_a_model_that_rounds_nothing_is_judged_by_a_last_place(off: float, verdi
 def test_a_log_of_a_model_that_rounds_nothing_is_its_own_up_to_a_last_place(off: float, verdict: str) -> None:
     sample, scores = rounds_nothing(0.0)
     logged = scores.trainer + off * np.random.default_rng(1).normal(size=len(scores.trainer))
-    found = against_logged(diagnose(sample, scores), sample, scores, logged)
+    found = against_logged(sample, scores, logged)
     assert found.verdict == verdict, report(found)
 
 
@@ -246,16 +254,16 @@ def test_another_trainer_on_a_few_tokens_is_seen_in_the_tail() -> None:
     sample, scores = drawn()
     errors = scores.trainer - LogitTable.of(sample, scores.logits, 1.0).logprob
     moved = np.where(np.arange(len(errors)) % 50 == 0, 30 * np.abs(errors).mean(), 0.0)
-    found = against_logged(diagnose(sample, scores), sample, scores, scores.trainer + moved)
+    found = against_logged(sample, scores, scores.trainer + moved)
     assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
 
 
 def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     sample, scores = drawn(lambda z: z / 0.8)
     whole = diagnose(sample, scores)
-    found = against_logged(whole, sample, scores, scores.trainer + 0.3)
+    found = against_logged(sample, scores, scores.trainer + 0.3)
     assert "to fix temperature" in report(whole) and "to fix" not in report(found)
-    hinted = against_logged(replace(whole, hints=("a hint",)), sample, scores, scores.trainer + 0.3)
+    hinted = against_logged(sample, scores, scores.trainer + 0.3, hints=("a hint",))
     assert not hinted.hints
     assert not found.causes and "like temperature, not judged" in report(found) and "fits" not in report(found)
     why = why_of(json.loads(json.dumps(found.data())), "doctor", Path())
@@ -268,7 +276,7 @@ def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
 
 def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_away() -> None:
     sample, scores = drawn()
-    found = against_logged(diagnose(sample, scores), sample, scores, scores.trainer + 0.3, scored_late=True)
+    found = against_logged(sample, scores, scores.trainer + 0.3, scored_late=True)
     assert found.verdict == "clean" and "may be of later weights" in report(found) and "Not judged" not in report(found)
 
 
@@ -280,7 +288,7 @@ def test_behind_another_layout_no_temperature_is_named_that_is_given_already_or_
     moved, more = ROUNDING * np.random.default_rng(0).normal(size=(2, len(scores.trainer)))
     run = replace(scores, trainer=scores.trainer + 20 * moved, straight=scores.trainer, layout="padded on the left")
     logged = drawn(temperature=temperature)[1].trainer + size * more
-    found = against_logged(diagnose(sample, run), sample, run, logged)
+    found = against_logged(sample, run, logged)
     assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
 
 
@@ -292,7 +300,7 @@ def test_a_trainer_that_errs_is_not_the_logs_unless_that_errs_too(both: bool, ve
     whole = diagnose(sample, coarse)
     assert [cause.key for cause in whole.causes] == ["trainer_dtype"] and whole.verdict == "explained"
     logged = scores.trainer + both * 12 * ROUNDING * made.normal(size=len(scores.trainer))
-    assert against_logged(whole, sample, coarse, logged).verdict == verdict
+    assert against_logged(sample, coarse, logged).verdict == verdict
 
 
 def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:

@@ -174,7 +174,7 @@ def test_an_earlier_run_in_the_same_folder_keeps_its_files_and_takes_none_of_the
         trainer, rollout = sides()
         with Run({"monitor": {"alarms": ALARM}}, trainer, rollout, tmp_path).start() as run, pytest.warns(UserWarning):
             learn(run, 1)
-    assert files(tmp_path) == ["evidence-1.jsonl.gz", "metrics-1-evidence-1.jsonl.gz"]
+    assert files(tmp_path) == ["before-001-evidence-1.jsonl.gz", "evidence-1.jsonl.gz"]
 
 
 def test_the_key_turns_it_off(tmp_path: Path) -> None:

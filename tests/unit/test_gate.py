@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.diagnose import Block
+from mismatch_ext.doctor.evidence import Block
 from mismatch_ext.doctor.gate import Gate, measured
 from tests.unit.test_doctor import drawn, drift
 

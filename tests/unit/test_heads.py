@@ -21,7 +21,6 @@ from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.heads import EVENT, HeadScores, is_one_sided, name_one_sided
 from tests.torch_rollout import TorchRollout
 from tests.unit.loops import sides
@@ -110,12 +109,12 @@ ENGINE = EngineReading(
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32", None])
 def test_the_audit_says_both_heads(trainer: str | None, engine: str | None) -> None:
     readings = replace(TRAINER, head_dtype=trainer), replace(ENGINE, head_dtype=engine)
-    free = audit(PrecisionPolicy("bfloat16"), *readings, None)
+    free = audit("bfloat16", *readings, None)
     found = {check.side: check.found for check in free.checks if check.what == "output head"}
     assert free.ok and found == {
         side: head for side, head in (("trainer", trainer), ("engine", engine)) if head is not None
     }
-    asked = audit(PrecisionPolicy("bfloat16", head="float32"), *readings, None)
+    asked = audit({"dtype": "bfloat16", "head": "float32"}, *readings, None)
     wrong = {finding.side: finding.found for finding in asked.findings}
     expected = {} if trainer != "bfloat16" else {"trainer": "bfloat16"}
     # An engine that cannot be read is refused, and a trainer is named among what was not read.
@@ -124,7 +123,7 @@ def test_the_audit_says_both_heads(trainer: str | None, engine: str | None) -> N
 
 
 def test_another_dtype_of_a_head_is_refused_without_being_asked_for() -> None:
-    report = audit(PrecisionPolicy("bfloat16"), TRAINER, replace(ENGINE, head_dtype="float16"), None)
+    report = audit("bfloat16", TRAINER, replace(ENGINE, head_dtype="float16"), None)
     with pytest.raises(PrecisionError, match=r"engine output head: expected bfloat16 or float32, found float16"):
         report.raise_for_findings()
 

@@ -351,7 +351,7 @@ def test_trls_kl_to_the_reference_is_not_a_figure_of_the_gap(tmp_path: Path) -> 
     assert run.problems[0].endswith("logged: mismatch_ext.adapters.trl.attach(trainer).")
 
 
-def test_verls_log_may_have_the_name_of_ours(tmp_path: Path) -> None:
+def test_the_folder_of_verls_log_is_read_as_the_log(tmp_path: Path) -> None:
     path = verl_log(tmp_path / "metrics.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
     assert build(tmp_path).to_dict() | {"report": ""} == build(path).to_dict() | {"report": ""}
     said, run = verdict_of(tmp_path)
@@ -360,7 +360,7 @@ def test_verls_log_may_have_the_name_of_ours(tmp_path: Path) -> None:
 
 def test_logs_of_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     trl_log(tmp_path / "mixed" / "a", [0.01])
-    verl_log(tmp_path / "mixed" / "b" / "metrics.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
+    verl_log(tmp_path / "mixed" / "b" / "b.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
     write_run(tmp_path / "mixed" / "c" / "mismatch", "fp16", steps=2)
     (tmp_path / "mixed" / "c" / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     assert list(load_runs(tmp_path / "mixed")) == ["a", "b", "fp16"]

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext import kl as kl_module
-from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import kl_full, kl_terms
-from mismatch_ext.testing import Tree
+from mismatch_ext.kl import kl_full
 
 pytestmark = pytest.mark.numeric
 
@@ -142,104 +140,3 @@ def test_mask_dtype_and_range(seed: int, dtype: torch.dtype, scale: float) -> No
 
 
 # The surrogate, by exact enumeration of every response of a tabular policy.
-
-
-class Case:
-    """Random policy, reference and rollout policy over all responses, float64."""
-
-    def __init__(self, vocab: int, horizon: int, seed: int) -> None:
-        self.tree = Tree(vocab, horizon)
-        generator = torch.Generator().manual_seed(seed)
-        size = (self.tree.prefixes, vocab)
-        self.policy = torch.randn(size, generator=generator, dtype=torch.float64)
-        self.reference = self.policy + 0.7 * torch.randn(size, generator=generator, dtype=torch.float64)
-        self.rollout = self.policy + 0.4 * torch.randn(size, generator=generator, dtype=torch.float64)
-        self.policy.requires_grad_()
-
-    def truth(self) -> Tensor:
-        """The gradient of KL(pi||ref) of whole responses."""
-        logprobs, reference = self.tree.logprobs(self.policy).sum(1), self.tree.logprobs(self.reference).sum(1)
-        return torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), self.policy)[0]
-
-    def token_truth(self, visits: Tensor) -> Tensor:
-        """The gradient of sum_t KL(pi(.|prefix)||ref(.|prefix)) with the visits of a policy held fixed."""
-        probability = self.tree.logprobs(visits).sum(1).exp().detach()
-        kl = naive(self.policy, self.reference)[self.tree.states].sum(1)
-        return torch.autograd.grad((probability * kl).sum(), self.policy)[0]
-
-    def moments(self, config: KlConfig, off_policy: bool) -> tuple[Tensor, float]:
-        """Expected gradient of the surrogate, and its spread over single responses."""
-        sampler = self.rollout if off_policy else self.policy.detach()
-        behavior = self.tree.logprobs(sampler)
-        probability = behavior.sum(1).exp()
-        logprobs = self.tree.logprobs(self.policy)
-        mask = torch.ones_like(logprobs, dtype=torch.bool)
-        given_behavior = behavior if config.ratio != "none" else None
-        if config.estimator == "full":
-            states = self.tree.states
-            logits = self.policy[states], self.reference[states]
-            terms = kl_terms(
-                logprobs=logprobs, ref_logprobs=None, mask=mask, settings=config, behavior=given_behavior, logits=logits
-            ).loss
-        else:
-            reference = self.tree.logprobs(self.reference)
-            terms = kl_terms(
-                logprobs=logprobs, ref_logprobs=reference, mask=mask, settings=config, behavior=given_behavior
-            ).loss
-        rows = torch.stack([torch.autograd.grad(t, self.policy, retain_graph=True)[0] for t in terms.sum(1)])
-        mean = (probability[:, None, None] * rows).sum(0)
-        return mean, float((probability[:, None, None] * (rows - mean) ** 2).sum().sqrt())
-
-
-def error(found: Tensor, truth: Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
-
-
-FULL = {"estimator": "full", "baseline": "none", "coef": 1.0}
-
-
-@pytest.mark.parametrize(("vocab", "horizon"), [(2, 1), (3, 1), (4, 1), (2, 5), (3, 3)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_surrogate_is_unbiased_where_it_says_so(vocab: int, horizon: int, seed: int) -> None:
-    case = Case(vocab, horizon, seed)
-    sequence = KlConfig(**FULL, placement="both", target="sequence", ratio="none")
-    assert error(case.moments(sequence, False)[0], case.truth()) < 1e-9
-    weighted = KlConfig(**FULL, placement="both", target="sequence", ratio="sequence")
-    assert error(case.moments(weighted, True)[0], case.truth()) < 1e-9
-    for placement in ("loss", "both"):
-        token = KlConfig(**FULL, placement=placement, target="token", ratio="none")  # type: ignore[arg-type]
-        assert error(case.moments(token, False)[0], case.token_truth(case.policy.detach())) < 1e-9
-        assert error(case.moments(token, True)[0], case.token_truth(case.rollout)) < 1e-9
-    if horizon > 1:
-        for placement, ratio in (("loss", "none"), ("reward", "none"), ("both", "token")):
-            biased = KlConfig(**FULL, placement=placement, target="sequence", ratio=ratio)  # type: ignore[arg-type]
-            assert error(case.moments(biased, ratio == "token")[0], case.truth()) > 1e-2, (placement, ratio)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_spreads_less_than_the_sampled_estimators(seed: int) -> None:
-    case = Case(3, 3, seed)
-    for target in ("token", "sequence"):
-        full = KlConfig(**FULL, placement="both", target=target)  # type: ignore[arg-type]
-        spread = case.moments(full, False)[1]
-        for estimator, placement in (("k1", "reward"), ("k3", "both")):
-            config = KlConfig(estimator=estimator, placement=placement, target=target, baseline="none", coef=1.0)  # type: ignore[arg-type]
-            assert spread < case.moments(config, False)[1], (target, estimator)
-
-
-def test_leave_one_out_keeps_the_expectation() -> None:
-    case = Case(2, 3, 0)
-    logprobs, states = case.tree.logprobs(case.policy), case.tree.states
-    probability = logprobs.detach().sum(1).exp()
-    config = KlConfig(estimator="full", placement="both", target="sequence", baseline="leave_one_out", coef=1.0)
-    total = torch.zeros_like(case.policy)
-    count = len(states)
-    for a in range(count):  # all pairs of two independent responses
-        for b in range(count):
-            rows = [a, b]
-            mask = torch.ones(2, states.shape[1], dtype=torch.bool)
-            logits = case.policy[states[rows]], case.reference[states[rows]]
-            terms = kl_terms(logprobs=logprobs[rows], ref_logprobs=None, mask=mask, settings=config, logits=logits).loss
-            (gradient,) = torch.autograd.grad(terms.sum() / 2, case.policy, retain_graph=True)
-            total += probability[a] * probability[b] * gradient
-    assert error(total, case.truth()) < 1e-9

@@ -33,66 +33,6 @@ def gradient(
     return torch.autograd.grad(term.sum(), leaf)[0]
 
 
-@pytest.mark.parametrize(
-    ("placement", "target", "ratio", "baseline", "weights"),
-    [
-        # d = (0.2, -0.1), rho = (2, 3), prefix products c = (2, 6); k1: the path-wise gradient is the weight.
-        ("loss", "sequence", "none", "none", (1, 1)),
-        ("loss", "sequence", "token", "none", (2, 3)),
-        ("loss", "sequence", "sequence", "none", (2, 6)),
-        ("reward", "token", "none", "none", (0.2, -0.1)),
-        ("reward", "token", "token", "none", (2 * 0.2, 3 * -0.1)),
-        ("reward", "token", "sequence", "none", (2 * 0.2, 6 * -0.1)),
-        ("reward", "sequence", "none", "none", (0.2 - 0.1, -0.1)),
-        ("reward", "sequence", "token", "none", (2 * 0.1, 3 * -0.1)),
-        ("reward", "sequence", "sequence", "none", (2 * 0.2 + 6 * -0.1, 6 * -0.1)),
-        ("both", "sequence", "sequence", "none", (2 + 2 * 0.2 + 6 * -0.1, 6 + 6 * -0.1)),
-        # The other row has d = (0.4, 0.6) and rho = 1 throughout, so its returns are (1.0, 0.6) for every ratio.
-        ("reward", "sequence", "none", "leave_one_out", (0.1 - 1.0, -0.1 - 0.6)),
-        ("reward", "sequence", "token", "leave_one_out", (2 * (0.1 - 1.0), 3 * (-0.1 - 0.6))),
-        ("reward", "sequence", "sequence", "leave_one_out", (2 * 0.2 + 6 * -0.1 - 2 * 1.0, 6 * -0.1 - 6 * 0.6)),
-        ("reward", "token", "token", "leave_one_out", (2 * (0.2 - 0.4), 3 * (-0.1 - 0.6))),
-    ],
-)
-def test_gradients_by_hand(
-    placement: str, target: str, ratio: str, baseline: str, weights: tuple[float, float]
-) -> None:
-    settings = KlConfig(estimator="k1", placement=placement, target=target, ratio=ratio, baseline=baseline)  # type: ignore[arg-type]
-    logprobs = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]], dtype=torch.float64)
-    ref = logprobs - torch.tensor([[0.2, -0.1], [0.4, 0.6]], dtype=torch.float64)
-    behavior = logprobs - torch.tensor([[2.0, 3.0], [1.0, 1.0]], dtype=torch.float64).log()
-    leaf = logprobs.requires_grad_()
-    term = kl_terms(
-        logprobs=leaf, ref_logprobs=ref, mask=torch.ones(2, 2), settings=settings, behavior=behavior, coef=10.0
-    ).loss
-    found = torch.autograd.grad(term.sum(), leaf)[0]
-    assert found[0].tolist() == pytest.approx([10 * w for w in weights], rel=1e-12)
-    # The value is coef * w * d whatever the placement.
-    weight = {"none": (1, 1), "token": (2, 3), "sequence": (2, 6)}[ratio]
-    assert term[0].tolist() == pytest.approx([10 * weight[0] * 0.2, 10 * weight[1] * -0.1], rel=1e-12)
-
-
-def test_holes_are_no_actions() -> None:
-    # Tokens 0 and 2 are actions, token 1 is a tool's output: returns 0.2 + 0.3 and 0.3; prefix products 2 and 2 * 3.
-    logprobs = torch.zeros(1, 3, dtype=torch.float64)
-    ref, behavior = -torch.tensor([[0.2, 9.0, 0.3]]).double(), -torch.tensor([[2.0, 50.0, 3.0]]).double().log()
-    settings = KlConfig(estimator="k1", placement="reward", ratio="sequence", coef=1.0)
-    found = gradient(logprobs, ref, behavior, torch.tensor([[1, 0, 1]]), settings)
-    assert found[0].tolist() == pytest.approx([2 * 0.2 + 6 * 0.3, 0.0, 6 * 0.3], rel=1e-6)
-
-
-def test_baseline_is_the_mean_of_the_others_of_the_group_at_the_same_action() -> None:
-    # Row 1 is padded on the left; its first action belongs with the first actions of the others. Rows 0-2 are a group;
-    # the third action exists in row 0 only, so it has no baseline; row 3 is alone.
-    d = torch.tensor([[1.0, 2.0, 4.0], [99.0, 8.0, 16.0], [32.0, 99.0, 99.0], [64.0, 128.0, 99.0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 0, 0], [1, 1, 0]])
-    settings = KlConfig(estimator="k1", placement="reward", target="token", baseline="leave_one_out", coef=1.0)
-    zeros = torch.zeros_like(d)
-    found = gradient(zeros, -d, zeros, mask, settings, groups=torch.tensor([7, 7, 7, 2]))
-    want = [[1 - (8 + 32) / 2, 2 - 16, 4], [0, 8 - (1 + 32) / 2, 16 - 2], [32 - (1 + 8) / 2, 0, 0], [64, 128, 0]]
-    assert found.tolist() == want
-
-
 @pytest.mark.parametrize("placement", ["loss", "reward", "both"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_extreme_values_stay_finite(estimator: str, placement: str) -> None:

@@ -17,13 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from mismatch_ext.banner import run_info, section_lines
 from mismatch_ext.checks import Checks
 from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.events import SYNC_UNANSWERED
-from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
-from mismatch_ext.log_reading import EventRecord, read_run
+from mismatch_ext.log import RunLog
+from mismatch_ext.log_reading import EventRecord, read_run, segment_files
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
@@ -106,11 +108,11 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     run.log.event("info", "early", "before the file is open")
     run.log.begin(None)
     run.log.announce()
-    run.log.observe("train", **logprobs(0.5))
+    run.log.sums.add_gap("train", **logprobs(0.5))
     run.at = 1
     logged = run.log.log(1, {"reward": torch.tensor(0.25), "text": "left out"})
     assert logged.metrics["mismatch/logp_abs_diff_mean"] == 0.5 and logged.stop is None
-    run.log.observe("train", **logprobs(0.25))
+    run.log.sums.add_gap("train", **logprobs(0.25))
     run.log.end("completed")
     data = read_run(tmp_path)
     assert data.header["run"]["host"] == "a loop" and [e.name for e in data.events] == ["early"]
@@ -123,7 +125,7 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert re.search(r"engine +engine=vllm, model_dtype=float32", said)
     # Patches are in the file, and on the console only if it is asked for more.
     assert data.header["patches"] == [{"name": "a/patch", "target": "some.module:Class.method"}]
-    assert re.search(r"patches +1, named in metrics.jsonl$", said, flags=re.M) and "some.module" not in said
+    assert re.search(r"patches +1, named in metrics-\*.jsonl$", said, flags=re.M) and "some.module" not in said
 
 
 def test_a_verbose_console_shows_versions_and_patches(
@@ -151,7 +153,7 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     assert block is not None
     log = RunLog(block, tmp_path, info=Run(tmp_path).info, step=lambda: 1)
     log.begin(None)
-    log.observe("train", **logprobs(0.5))
+    log.sums.add_gap("train", **logprobs(0.5))
     logged = log.log(1, {"reward": 0.25})
     whole = read_run(tmp_path).steps[0].metrics
     assert (
@@ -192,7 +194,7 @@ def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_
 def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
     run = Run(tmp_path, k3_kl={"above": 1e-6, "patience": 1})
     run.log.begin(None)
-    run.log.observe("train", **logprobs(0.5))
+    run.log.sums.add_gap("train", **logprobs(0.5))
     assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
 
 
@@ -200,7 +202,7 @@ def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
 def test_an_alarm_advises_no_replay_that_is_on(sections: dict[str, Any], tmp_path: Path) -> None:
     run = Run(tmp_path, sections=sections, k3_kl={"patience": 1})
     run.log.begin(None)
-    run.log.observe("train", **logprobs(0.5))
+    run.log.sums.add_gap("train", **logprobs(0.5))
     run.log.log(1, {})
     (alarm,) = events(tmp_path, "alarm")
     assert alarm.message.endswith("replay their routing.") == (not sections), alarm.message
@@ -262,16 +264,18 @@ def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplo
     train(resumed, range(3, 4), 2)
     data = read_run(tmp_path)
     assert data.series("reward") == ([1, 2, 3], [1.0, 2.0, 3.0]) and data.series("reward", "eval/default")[0] == [0]
-    assert not list(tmp_path.glob("metrics-*")) and caplog.text == ""
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert caplog.text == ""
+    files = {file: file.read_bytes() for file in segment_files(tmp_path)}
     other = Run(tmp_path)
     evaluate(other, 0, reward=0.25)
     train(other, range(1, 2))
     data = read_run(tmp_path)
     assert data.series("reward") == ([1], [1.0]) and data.series("reward", "eval/default") == ([0], [0.25])
-    assert (tmp_path / "metrics-1.jsonl").read_bytes().startswith(before) and "it is kept as metrics-1" in caplog.text
+    assert all(file.read_bytes() == before for file, before in files.items())
+    assert caplog.text.count("holds an earlier run; its files stay, and no report reads them") == 1
     train(other, range(1, 3))  # again by the same trainer
-    assert read_run(tmp_path).series("reward")[0] == [1, 2] and (tmp_path / "metrics-2.jsonl").exists()
+    assert read_run(tmp_path).series("reward")[0] == [1, 2]
+    assert caplog.text.count("holds an earlier run") == 2
 
 
 def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
@@ -283,7 +287,7 @@ def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
         ("eval/default", 0.125, True),
         ("train", 0.5, False),
     ):
-        log.observe(split, **logprobs(gap), native=native)
+        log.sums.add_gap(split, **logprobs(gap), native=native)
     name = "mismatch/logp_abs_diff_mean"
     trained, evaluated = log.flush("train", 1), log.flush("eval/default", 1)
     assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
@@ -301,7 +305,7 @@ def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
     run = Run(tmp_path, x=STOP)
     run.log.begin(None)
-    run.log.observe("eval/default", **logprobs(0.5))
+    run.log.sums.add_gap("eval/default", **logprobs(0.5))
     logged = run.log.log(0, {"x": 9.0}, "eval/default")
     assert logged.stop is None and logged.metrics["mismatch/tokens"] == 6 and run.told == []
     assert read_run(tmp_path).series("x", "eval/default") == ([0], [9.0])
@@ -336,7 +340,7 @@ def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         run.log.event("info", "lost", "with the step")
-        run.log.observe("train", **logprobs(0.5))
+        run.log.sums.add_gap("train", **logprobs(0.5))
         stop = run.log.log(2, {"x": 2.0}).stop
     assert stop is not None and "x is 2 at step 2" in stop  # alarms need no file
     said = [text for text in run.told if "No space left" in text]
@@ -445,7 +449,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     rule = {"above": 1.0, "patience": 2}
     first = Run(tmp_path, x=rule, y=rule, z=STOP)
     first.log.begin(None)
-    first.log.observe("train", **logprobs(0.5))
+    first.log.sums.add_gap("train", **logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
     ((step, gap),) = saved["log"]["growth"]["points"]

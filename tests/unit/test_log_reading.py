@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,8 +21,8 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.host_logs import read_runs
-from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
+from mismatch_ext.metrics_file import SegmentFile
 from tests.unit.synthetic_runs import run_stream
 
 HEADER = {"run": {"name": "a"}, "trainer": {"dtype": "float32"}, "engine": {}, "versions": {"torch": "2.13.0"}}
@@ -43,7 +44,7 @@ def small_run(run_dir: Path) -> bytes:
         stream.scatter(1, rollout=[-0.5, -1.0], old=[-0.25, -1.0])
         stream.event(1, "info", "weight_sync", "in sync", {"max": 0.0})
         stream.step(2, {"reward": 0.75})
-    return (run_dir / "metrics.jsonl").read_bytes()
+    return (run_dir / "metrics-000.jsonl").read_bytes()
 
 
 def test_everything_written_is_read_back(tmp_path: Path) -> None:
@@ -69,10 +70,10 @@ def test_each_line_is_one_write_and_on_disk_before_the_next(tmp_path: Path, monk
     payloads: list[bytes] = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: (payloads.append(data), write(fd, data))[1])
-    stream = RunStream.open(tmp_path, header=HEADER)
+    stream = SegmentFile.create(tmp_path, header=HEADER)
     for step in range(3):
         stream.step(step, {"reward": 1.0})
-        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(payloads)
+        assert (tmp_path / "metrics-000.jsonl").read_bytes() == b"".join(payloads)
     stream.close()
     assert len(payloads) == 4 and all(p.endswith(b"\n") and p.count(b"\n") == 1 for p in payloads)
 
@@ -83,7 +84,7 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
         stream.event(0, "info", "odd", "half a \ud83d pair")
         with pytest.raises(RecordError, match="event line cannot be written"):
             stream.event(0, "info", "x", "y", {"tensor": torch.zeros(2)})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics-000.jsonl").read_text().splitlines()
     header, step, *_ = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert header["trainer"] == {"scale": None} and header["nonfinite"] == ["trainer.scale"]
     assert step["metrics"] == {"a": None, "b": None, "c": 0.5, "d": None} and step["nonfinite"] == ["a", "b"]
@@ -93,41 +94,66 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
 
 def test_unwritable_places_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
-    for place in (tmp_path / "file" / "below", tmp_path / "folder", Path("/proc/nowhere/run"), Path("nul\0byte")):
+    for place in (tmp_path / "file" / "below", Path("/proc/nowhere/run"), Path("nul\0byte")):
         with pytest.raises(RunDirectoryError, match=r"cannot be written.*mismatch\.monitor\.run_dir") as caught:
-            RunStream.open(place, header=HEADER, resume_step=1)
+            SegmentFile.create(place, header=HEADER, resume_step=1)
         assert str(place) in str(caught.value)
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = RunStream.open(tmp_path, header=HEADER)
+    stream = SegmentFile.create(tmp_path, header=HEADER)
     stream.step(1, {"reward": 1.0})
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    before = (tmp_path / "metrics-000.jsonl").read_bytes()
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
         with pytest.raises(RunDirectoryError, match="only 7 of .* bytes"):
             stream.step(2, {"reward": 1.0})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "metrics-000.jsonl").read_bytes() == before
     stream.step(2, {"reward": 2.0})
     stream.close()
     assert [s.step for s in read_run(tmp_path).steps] == [1, 2]
 
 
-def test_resuming_cuts_a_torn_line_says_so_and_rewrites_nothing(tmp_path: Path) -> None:
+def test_a_torn_line_stays_in_its_file_and_is_named(tmp_path: Path) -> None:
     before = small_run(tmp_path)
-    whole = before[: before.rindex(b"\n", 0, -1) + 1]
-    (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"kind":"step","se')
+    torn = before[: before.rindex(b"\n", 0, -1) + 1] + b'{"kind":"step","se'
+    (tmp_path / "metrics-000.jsonl").write_bytes(torn)
     with run_stream(tmp_path, header=HEADER, resume_step=2) as stream:
         stream.step(3, {"reward": 1.0})
-    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(whole)
+    assert (tmp_path / "metrics-000.jsonl").read_bytes() == torn
     data = read_run(tmp_path)
-    assert data.problems == () and (data.header["segment"], data.header["resume_step"]) == (1, 2)
-    recovered, resumed = (event for event in data.events if event.segment == 1)
-    assert (recovered.name, resumed.name) == ("recovered", "resumed") and "18 bytes" in recovered.message
-    assert recovered.data == {"text": '{"kind":"step","se'}
+    assert (data.header["segment"], data.header["resume_step"]) == (1, 2)
+    (problem,) = data.problems
+    assert problem.startswith("metrics-000.jsonl, line 8 is torn")
+    assert [event.name for event in data.events if event.segment == 1] == ["resumed"]
     assert data.series("reward")[0] == [1, 2, 3]
+
+
+def test_a_header_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(RunDirectoryError, match="No space left"):
+            SegmentFile.create(tmp_path, header=HEADER)
+    assert not list(tmp_path.iterdir())
+    assert SegmentFile.create(tmp_path, header=HEADER).segment == 0
+
+
+def test_a_training_that_resumes_none_is_a_run_of_its_own(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    with run_stream(tmp_path, header={"run": {"name": "evaluated"}}, of="evaluation") as stream:
+        stream.step(0, {"reward": 0.25}, "eval/long")
+    with run_stream(tmp_path, header=HEADER, first_segment=1) as stream:
+        stream.step(1, {"reward": 3.0})
+    with run_stream(tmp_path, header=HEADER, resume_step=1) as stream:
+        stream.step(2, {"reward": 4.0})
+    (tmp_path / "metrics-004.jsonl").write_bytes(b'{"kind": "hea')  # killed while it wrote its header
+    data = read_run(tmp_path)
+    assert [header["segment"] for header in data.headers] == [1, 2, 3]
+    assert data.series("reward") == ([1, 2], [3.0, 4.0]) and data.series("reward", "eval/long") == ([0], [0.25])
 
 
 def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path: Path) -> None:
@@ -139,15 +165,16 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
     with run_stream(tmp_path, header=HEADER, resume_step=4) as stream:
         stream.step(5, {"reward": 50.0})
         stream.step(6, {"reward": 60.0})
-        with (tmp_path / "metrics.jsonl").open("a") as late:  # of the first process, which was not dead yet
-            line = {"kind": "step", "segment": 0, "step": 6, "split": "train", "metrics": {"reward": 5.5}}
-            late.write(json.dumps(line) + "\n")
+        with (tmp_path / "metrics-000.jsonl").open("a") as late:  # of the first process, which was not dead yet
+            for step in (6, 8):
+                line = {"kind": "step", "segment": 0, "step": step, "split": "train", "metrics": {"reward": 5.5}}
+                late.write(json.dumps(line) + "\n")
         stream.profile(6, {"position": PROFILE})
     data = read_run(tmp_path)
     assert data.series("reward") == ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
     assert data.steps[4].metrics == {"reward": 50.0}
     assert [(p.step, p.segment) for p in data.profiles] == [(6, 1)]
-    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 7" in data.problems[0]
+    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 8" in data.problems[0]
 
 
 def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
@@ -160,7 +187,7 @@ def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"garbage", "line 2 was left out: Invalid JSON"),
+        (b"garbage", "metrics-000.jsonl, line 2 was left out: Invalid JSON"),
         (b"\xff\xfe\xfa", "Invalid JSON"),
         (b"[1]", "an object"),
         (b"[" * 100_000, "recursion"),
@@ -174,7 +201,7 @@ def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
 )
 def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, line: bytes, problem: str) -> None:
     good = b'{"kind":"step","segment":0,"step":9,"split":"train","metrics":{"reward":1}}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind":"header","schema":1,"segment":0}\n' + line + b"\n" + good)
+    (tmp_path / "metrics-000.jsonl").write_bytes(b'{"kind":"header","schema":1,"segment":0}\n' + line + b"\n" + good)
     data = read_run(tmp_path)
     assert len(data.problems) == 1 and re.search(problem, data.problems[0]), data.problems
     assert data.steps[-1].step == 9
@@ -185,18 +212,18 @@ def test_truncation_at_every_byte_is_read_and_can_be_resumed(tmp_path: Path) -> 
     for size in range(len(content) + 1):
         run_dir = tmp_path / str(size)
         run_dir.mkdir()
-        (run_dir / "metrics.jsonl").write_bytes(content[:size])
+        (run_dir / "metrics-000.jsonl").write_bytes(content[:size])
         whole_lines = content[:size].count(b"\n") + (content[size : size + 1] == b"\n")
         data = read_run(run_dir)
         assert count(data) == whole_lines, size
         # A cut right before or right after a newline loses nothing.
         clean = size == 0 or b"\n" in content[size - 1 : size + 1]
         assert any("torn" in problem for problem in data.problems) != clean, size
-        RunStream.open(run_dir, header=HEADER, resume_step=2).close()
+        SegmentFile.create(run_dir, header=HEADER, resume_step=1).close()
         resumed = read_run(run_dir)
-        assert not resumed.problems, (size, resumed.problems)
-        kept = content[:size] if content[size : size + 1] == b"\n" else content[: content.rfind(b"\n", 0, size) + 1]
-        assert (run_dir / "metrics.jsonl").read_bytes().startswith(kept)
+        assert (resumed.header["segment"], resumed.header["resume_step"]) == (1, 1), size
+        assert [record.step for record in resumed.steps if record.step > 1] == [], size
+        assert (run_dir / "metrics-000.jsonl").read_bytes() == content[:size]
 
 
 def count(data: RunData) -> int:
@@ -231,17 +258,17 @@ almost_lines = st.fixed_dictionaries(
 def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     good = b'{"kind":"end","segment":7,"step":9,"status":"completed","message":"kept"}'
-    (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*garbage, good]))
+    (run_dir / "metrics-000.jsonl").write_bytes(b"\n".join([*garbage, good]))
     data = read_run(run_dir)
     assert data.ends[-1].message == "kept" and data.ending is not None
-    RunStream.open(run_dir, header=HEADER, resume_step=0).close()
+    SegmentFile.create(run_dir, header=HEADER, resume_step=0).close()
     assert read_run(run_dir).events[-1].name == "resumed"
 
 
 WRITER = """
 import sys
-from mismatch_ext.log import RunStream
-stream = RunStream.open(sys.argv[1], header={"run": {"name": "killed"}})
+from mismatch_ext.metrics_file import SegmentFile
+stream = SegmentFile.create(sys.argv[1], header={"run": {"name": "killed"}})
 step = 0
 while True:
     step += 1
@@ -250,7 +277,7 @@ while True:
 
 
 def test_a_killed_writer_leaves_whole_lines_and_is_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "metrics-000.jsonl"
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
     try:
         while not path.exists() or path.read_bytes().count(b"\n") < 50:
@@ -266,9 +293,9 @@ def test_a_killed_writer_leaves_whole_lines_and_is_resumed(tmp_path: Path) -> No
     assert [s.step for s in data.steps] == list(range(1, last + 1)) and last >= 49
     with run_stream(tmp_path, header=HEADER, resume_step=last) as stream:
         stream.step(last + 1, {"reward": 1.0})
-    assert path.read_bytes().startswith(killed[: killed.rindex(b"\n") + 1])
+    assert path.read_bytes() == killed
     resumed = read_run(tmp_path)
-    assert resumed.problems == () and resumed.last_step == last + 1 and resumed.ending.status == "completed"
+    assert resumed.problems == data.problems and resumed.last_step == last + 1 and resumed.ending.status == "completed"
 
 
 def test_runs_are_found(tmp_path: Path) -> None:
@@ -283,18 +310,21 @@ def test_runs_are_found(tmp_path: Path) -> None:
         }
         ((name, run),) = read_runs(root / "bf16").items()
         assert (name, run.path) == ("bf16", root / "bf16" / folder)
-        ((name, run),) = read_runs(run.path / "metrics.jsonl").items()
+        ((name, run),) = read_runs(run.path / "metrics-000.jsonl").items()
         assert run.path == root / "bf16" / folder and run.problems == ()
     (tmp_path / "file").touch()
     for place, why in (
-        (tmp_path / "absent", "does not exist; give a folder that holds metrics.jsonl .* a log without this package"),
+        (
+            tmp_path / "absent",
+            r"does not exist; give a folder that holds metrics-\*.jsonl .* a log without this package",
+        ),
         (tmp_path / "file", "holds no step"),
-        (runs / "notes", "holds no metrics.jsonl and no other log"),
+        (runs / "notes", r"holds no metrics-\*.jsonl and no other log"),
     ):
         with pytest.raises(RunDirectoryError, match=why) as caught:
             read_runs(place)
         assert str(place) in str(caught.value)
-    with pytest.raises(RunDirectoryError, match="No such file"):
+    with pytest.raises(RunDirectoryError, match="holds no metrics-"):
         read_run(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics-000.jsonl").touch()
     assert "is empty" in read_run(tmp_path).problems[0] and "no header" in read_run(tmp_path).problems[1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as lrs
 
 from mismatch_ext.config import LrConfig
@@ -23,15 +23,6 @@ HALVING = LrConfig(period=1)
 SURGING = LrConfig(floor=0.5, baseline_window=2, warmup_steps=0)
 # Twice the baseline at step 2, so that the period is round(1.8 * 2) = 4.
 GROWING = (10.0, 10.0, 30.0, 30.0, 30.0, 30.0)
-
-SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
-    "exponential": lambda o: lrs.ExponentialLR(o, gamma=0.9),  # computes the next rate from the last one
-    "one_cycle": lambda o: lrs.OneCycleLR(o, max_lr=[0.5, 0.1], total_steps=40, cycle_momentum=False),
-    "sequential": lambda o: lrs.SequentialLR(
-        o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.CosineAnnealingLR(o, 30)], milestones=[3]
-    ),
-    "plateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=1),
-}
 
 
 def model(*, tensors: bool = False) -> tuple[list[torch.nn.Parameter], SGD]:
@@ -56,24 +47,6 @@ def step_of(weights: Sequence[torch.nn.Parameter], optimizer: Any, control: LrCo
 
 def near(rates: Sequence[float], multiplier: float = 1.0) -> Any:
     return pytest.approx([float(r) * multiplier for r in rates], rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_schedule_is_multiplied_and_never_compounded(kind: str) -> None:
-    plain, steered = model(), model()
-    schedules = [SCHEDULES[kind](optimizer) for _, optimizer in (plain, steered)]
-    control = LrControl(LrConfig(period=5), steered[1])
-    for k in range(30):
-        multiplier = max(0.5 ** (k // 5), 0.1)
-        assert control.multiplier == multiplier
-        assert step_of(*steered, control) == near(step_of(*plain), multiplier)
-        assert control.last_multiplier == multiplier
-        assert control.metrics() == {"lr_multiplier": multiplier, "lr_surges": 0.0, "lr_period": 5.0}
-        for schedule in schedules:
-            schedule.step(*([1.0 + k] if kind == "plateau" else []))
-        # Checkpoints of optimizer and schedule are those of a stock run.
-        assert steered[1].state_dict() == plain[1].state_dict()
-        assert schedules[0].state_dict() == schedules[1].state_dict()
 
 
 def test_rates_of_any_kind_are_multiplied_and_are_the_same_objects_afterwards() -> None:

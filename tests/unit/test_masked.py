@@ -78,9 +78,9 @@ def test_a_log_has_the_shares_of_a_split_since_the_last_one(tmp_path: Path) -> N
     weights, mask = batch()
     logprobs = torch.full(mask.shape, -1.0)
     for split in ("train", "eval/default"):
-        log.observe(split, old=logprobs, rollout=logprobs, mask=mask)
+        log.sums.add_gap(split, old=logprobs, rollout=logprobs, mask=mask)
     log.mask("train", weights, mask)
     assert log.measured(1)["mismatch/masked_token_frac"] == 0.5
     assert "mismatch/masked_token_frac" not in log.measured(1, "eval/default")
-    log.observe("train", old=logprobs, rollout=logprobs, mask=mask)
+    log.sums.add_gap("train", old=logprobs, rollout=logprobs, mask=mask)
     assert "mismatch/masked_token_frac" not in log.measured(2)

@@ -1,4 +1,4 @@
-"""Tests that are named outside of themselves, by what users install and by planted faults, are there; so is a fault's place."""
+"""Tests that are named outside of themselves, by what users install and by planted faults, are there."""
 
 from __future__ import annotations
 
@@ -34,8 +34,3 @@ def test_every_named_test_exists(who: str) -> None:
         file, _, name = test.partition("[")[0].partition("::")
         assert (ROOT / file).exists(), test
         assert not name or name in defined(ROOT / file), f"{test} is not there"
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
-def test_a_fault_finds_its_place(fault: dict[str, str]) -> None:
-    assert (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["find"]) == 1

@@ -31,10 +31,10 @@ RECORDED = ROOT / "tests/data/verl"
 def recorded(name: str, run_dir: Path, **changes: Any) -> Path:
     """Lay a recorded stream into a folder, keys of its header changed, or taken out by None."""
     run_dir.mkdir()
-    shutil.copy(RECORDED / f"{name}.jsonl", run_dir / "metrics.jsonl")
-    first, *lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    shutil.copy(RECORDED / f"{name}.jsonl", run_dir / "metrics-000.jsonl")
+    first, *lines = (run_dir / "metrics-000.jsonl").read_text(encoding="utf-8").splitlines()
     head = {key: value for key, value in (json.loads(first) | changes).items() if value is not None}
-    (run_dir / "metrics.jsonl").write_text("\n".join([json.dumps(head), *lines]) + "\n", encoding="utf-8")
+    (run_dir / "metrics-000.jsonl").write_text("\n".join([json.dumps(head), *lines]) + "\n", encoding="utf-8")
     return run_dir
 
 
@@ -50,7 +50,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 
 def logged(run_dir: Path, name: str) -> list[float]:
-    return [metrics[name] for metrics in steps_of(run_dir / "metrics.jsonl")]
+    return [metrics[name] for metrics in steps_of(run_dir / "metrics-000.jsonl")]
 
 
 def test_what_is_not_averaged_over_updates_is_a_metric_of_ours() -> None:

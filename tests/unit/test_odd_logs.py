@@ -133,7 +133,7 @@ def our_lines(acts: bool = True) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", range(len(our_lines())))
 def test_an_odd_value_in_our_own_log(number: int, acts: bool, tmp_path: Path) -> None:
     lines = our_lines(acts)
-    file = tmp_path / "metrics.jsonl"
+    file = tmp_path / "metrics-000.jsonl"
 
     def read(line: Any) -> tuple[Any, set[str]]:
         texts = [json.dumps(line if at_line == number else each) for at_line, each in enumerate(lines)]
@@ -247,7 +247,7 @@ DOCTOR = {
 
 def test_an_odd_value_in_the_doctors_file(tmp_path: Path) -> None:
     lines = our_lines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     file = tmp_path / "doctor.json"
     file.write_text(json.dumps(DOCTOR))
     usual, known = outcome(load_runs(tmp_path), tmp_path)

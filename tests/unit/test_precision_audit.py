@@ -16,7 +16,6 @@ from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import (
     ALIASES,
-    PrecisionPolicy,
     TrainerFixes,
     canonical,
     coarser,
@@ -60,7 +59,7 @@ def engine(dtype: str, **changes: Any) -> EngineReading:
 @pytest.mark.parametrize("sent", ["float32", "same", None])
 def test_uniform_precision_passes(dtype: str, sent: str | None) -> None:
     sync = None if sent is None else SyncReading(sent_dtype=dtype if sent == "same" else sent, received_dtype=dtype)
-    report = audit(PrecisionPolicy(dtype), trainer(dtype), engine(dtype), sync)
+    report = audit(dtype, trainer(dtype), engine(dtype), sync)
     report.raise_for_findings()
     assert report.ok and not report.findings
     assert report.unread == (() if sync else ("sync",))
@@ -92,16 +91,16 @@ HALVES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-QUANTIZED = PrecisionPolicy("bfloat16", "fp8_per_channel", "fp8")
+QUANTIZED = {"dtype": "bfloat16", "engine_weights": "fp8_per_channel", "engine_kv_cache": "fp8"}
 HELD = {"parameter_dtypes": {"float8_e4m3fn": 900, "float32": 20, "bfloat16": 80}}
 FP8 = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3", **HELD}
 
 
 def test_parts_that_are_quantized_on_purpose_pass() -> None:
     audit(QUANTIZED, trainer("bfloat16"), engine("bfloat16", **FP8), None).raise_for_findings()
-    weights, cache = (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {"kv_cache_dtype": "auto"})
+    weights, cache = ({"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}, {"kv_cache_dtype": "auto"})
     assert audit(weights, trainer("bfloat16"), engine("bfloat16", **FP8 | cache), None).ok
-    cache_alone = PrecisionPolicy("bfloat16", kv_cache="fp8_e4m3")
+    cache_alone = {"dtype": "bfloat16", "engine_kv_cache": "fp8_e4m3"}
     assert audit(cache_alone, trainer("bfloat16"), engine("bfloat16", kv_cache_dtype="fp8_e4m3"), None).ok
 
 
@@ -113,13 +112,13 @@ def test_parts_that_are_quantized_on_purpose_pass() -> None:
         (QUANTIZED, {"kv_cache_dtype": "auto"}, "KV cache", "kv_cache_dtype='fp8', or correct"),
         (QUANTIZED, {"kv_cache_dtype": "fp8_e5m2"}, "KV cache", "mismatch.precision.engine_kv_cache"),
         (QUANTIZED, {"parameter_dtypes": {"float8_e4m3fn": 900, "float16": 1}}, "parameters", "dtype='bfloat16'"),
-        (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {}, "KV cache", "engine_kv_cache"),
-        (PrecisionPolicy("bfloat16", kv_cache="fp8"), HELD | {"parameter_dtypes": {"bfloat16": 1}}, "quantization",
+        ({"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}, {}, "KV cache", "engine_kv_cache"),
+        ({"dtype": "bfloat16", "engine_kv_cache": "fp8"}, HELD | {"parameter_dtypes": {"bfloat16": 1}}, "quantization",
          "say so: mismatch.precision.engine_weights"),
     ],
 )  # fmt: skip
 def test_a_part_that_is_quantized_otherwise_is_refused_by_name(
-    policy: PrecisionPolicy, changes: dict[str, Any], what: str, fix: str
+    policy: dict[str, str], changes: dict[str, Any], what: str, fix: str
 ) -> None:
     report = audit(policy, trainer("bfloat16"), engine("bfloat16", **FP8 | changes), None)
     (finding,) = report.findings
@@ -129,7 +128,10 @@ def test_a_part_that_is_quantized_otherwise_is_refused_by_name(
 def test_the_section_names_what_is_quantized() -> None:
     block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}})
     assert block is not None and block.precision is not None
-    assert PrecisionPolicy.of(block.precision) == PrecisionPolicy("bfloat16", "fp8_per_channel", None)
+    assert block.precision.engine_weights == "fp8_per_channel" and block.precision.kv_cache_dtypes == (
+        "auto",
+        "bfloat16",
+    )
     for wrong in ("", "auto", "None"):
         with pytest.raises(ConfigError, match="mismatch.precision.engine_kv_cache"):
             MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_kv_cache": wrong}})
@@ -141,7 +143,7 @@ def halved(*halves: tuple[str, str, dict[str, Any]]) -> Any:
         changes[side].update(change)
     sync = SyncReading(**{"sent_dtype": "float32", "received_dtype": "float16", **changes["sync"]})
     return audit(
-        PrecisionPolicy("fp16"),
+        "float16",
         trainer("float16", **changes["trainer"]),
         engine("float16", **changes["engine"]),
         sync,
@@ -168,7 +170,7 @@ def test_every_pair_of_halves_is_found_in_full() -> None:
 
 def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
     report = audit(
-        PrecisionPolicy("float16"),
+        "float16",
         trainer("float16", autocast_dtype=None, scaler=None),
         engine("bfloat16"),
         None,
@@ -189,9 +191,7 @@ def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
 
 
 def test_without_a_host_the_advice_is_for_a_loop_of_one_s_own() -> None:
-    report = audit(
-        PrecisionPolicy("float16"), trainer("float16", autocast_dtype=None, parameter_dtypes={"float16": 1}), None, None
-    )
+    report = audit("float16", trainer("float16", autocast_dtype=None, parameter_dtypes={"float16": 1}), None, None)
     masters, autocast = (finding.fix for finding in report.findings)
     assert masters.startswith("Load the model in float32") and "torch.autocast(dtype=torch.float16)" in autocast
 
@@ -208,32 +208,32 @@ def test_without_a_host_the_advice_is_for_a_loop_of_one_s_own() -> None:
     ],
 )
 def test_what_was_not_asked_for_is_found_too(dtype: str, changes: dict[str, Any], what: str) -> None:
-    report = audit(PrecisionPolicy(dtype), trainer(dtype, **changes), engine(dtype), None)
+    report = audit(dtype, trainer(dtype, **changes), engine(dtype), None)
     assert [f.what for f in report.findings] == [what]
 
 
 def test_a_model_without_a_trainable_parameter_is_named() -> None:
     frozen = trainer("float32", parameter_dtypes={})
     assert frozen.compute_dtype == "float32"
-    (finding,) = audit(PrecisionPolicy("float32"), frozen, None, None).findings
+    (finding,) = audit("float32", frozen, None, None).findings
     assert "no trainable parameter" in str(finding)
 
 
 def test_a_scaler_that_is_off_is_no_scaler_where_none_is_needed() -> None:
     off = {"class": "GradScaler", "enabled": False, "scale": 1.0}
-    assert audit(PrecisionPolicy("bfloat16"), trainer("bfloat16", scaler=off), None, None).ok
+    assert audit("bfloat16", trainer("bfloat16", scaler=off), None, None).ok
 
 
 def test_without_an_engine_only_the_trainer_is_audited() -> None:
-    report = audit(PrecisionPolicy("float16"), trainer("float16"), None, None)
+    report = audit("float16", trainer("float16"), None, None)
     assert report.ok and {c.side for c in report.checks} == {"trainer"}
     assert report.unread == ("sync", "engine")
-    assert not audit(PrecisionPolicy("float16"), trainer("float16", scaler=None), None, None).ok
+    assert not audit("float16", trainer("float16", scaler=None), None, None).ok
 
 
 def test_names_are_read_in_any_spelling() -> None:
     report = audit(
-        PrecisionPolicy("half"),
+        "float16",
         trainer(
             "float16",
             autocast_dtype="torch.float16",
@@ -271,7 +271,7 @@ def test_canonical(name: str | torch.dtype, expected: str) -> None:
 @pytest.mark.parametrize("name", ["auto", "float64", "fp8", torch.int8, ""])
 def test_other_dtypes_are_refused_by_name(name: str | torch.dtype) -> None:
     with pytest.raises(PrecisionError, match="is not a compute dtype; allowed: float32, float16, bfloat16"):
-        PrecisionPolicy(name)  # type: ignore[arg-type]
+        canonical(name)
     assert spelled(name) == str(name).removeprefix("torch.")
 
 

@@ -13,14 +13,14 @@ import pytest
 from examples import real_learning
 from examples.real_learning import Run, differences, figures, window
 from mismatch_ext import MismatchConfig
-from mismatch_ext.log import RunStream
+from mismatch_ext.metrics_file import SegmentFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(folder: Path, steps: int, *, reward: float = 0.5, gap: float = 1e-2, first: int = 1) -> None:
     """Write the metrics of a run as a training does, each step 1/100 better than the one before."""
-    stream = RunStream.open(folder, header={}, resume_step=first - 1 if first > 1 else None)
+    stream = SegmentFile.create(folder, header={}, resume_step=first - 1 if first > 1 else None)
     for step in range(first, steps + 1):
         metrics = {
             "reward": reward + step / 100,

@@ -169,4 +169,4 @@ def test_the_page_on_corrections_has_the_real_models_figures() -> None:
         means = {name: sum(halves) / 2 for name, halves in row["halves"].items()}
         reward = " → ".join(f"{half:.2f}" for half in row["halves"]["reward"])
         figures = f"{means['sampler_bias']:.4f} | {means['gap']:.3f} | {means['k3']:.4f} | {reward}"
-        assert f"| {row['arm']} | {figures} |" in written
+        assert f"| {row['arm']} | {row['seed']} | {figures} |" in written

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from mismatch_ext.alarms import DEFAULTS, STALE_ABS_DIFF
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
-from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
+from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.pooling import pooled
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
@@ -143,7 +143,7 @@ def test_numbers_in_the_table_are_those_of_the_stream(arms: Path, page: Page) ->
     """Oracle: plain loops over the JSON lines, means weighted by the recorded token and sequence counts."""
     checked = 0
     for run in ("bf16", "fp16", "fp32"):
-        raw = [json.loads(line) for line in (arms / run / "metrics.jsonl").read_text().splitlines()]
+        raw = [json.loads(line) for line in (arms / run / "metrics-000.jsonl").read_text().splitlines()]
         for split in ("train", "eval/unfamiliar"):
             steps = [r["metrics"] for r in raw if r["kind"] == "step" and r["split"] == split]
             weigh = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None}
@@ -407,8 +407,8 @@ def test_both_sides_have_names_of_dtypes_and_no_counts(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
-    content = (run / "metrics.jsonl").read_bytes()
-    (run / "metrics.jsonl").write_bytes(b"garbage\n" + content[:1700])
+    content = (run / "metrics-000.jsonl").read_bytes()
+    (run / "metrics-000.jsonl").write_bytes(b"garbage\n" + content[:1700])
     text = rendered(run).text
     assert "This report is not complete" in text
     for part in ("line 1 was left out", "is torn", "no end line", "no position profile", "no token sample"):
@@ -419,14 +419,14 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"garbage", b'{"kind":"header","schema":1,"segment":0}\n'])
 def test_files_without_a_step_are_rendered(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(content)
+    (tmp_path / "metrics-000.jsonl").write_bytes(content)
     report = build(tmp_path)
     assert "nothing can be said about the two policies" in report.verdict
     assert "no step was recorded" in Page(report.path).text
 
 
 def test_a_missing_file_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no metrics.jsonl"):
+    with pytest.raises(RunDirectoryError, match="holds no metrics-"):
         build(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -496,7 +496,7 @@ def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.
 
 def stale_run(folder: Path, name: str, *, numerics: float | None, total: float = 0.06) -> Path:
     """Write a bfloat16 run of stale rollouts."""
-    stream = RunStream.open(folder / name, header=header(name))
+    stream = SegmentFile.create(folder / name, header=header(name))
     for step in range(1, 5):
         logged = {
             "tokens": 100.0,
@@ -590,7 +590,7 @@ def test_whatever_can_be_read_can_be_rendered(
     tmp_path_factory: pytest.TempPathFactory, content: list[dict[str, Any]]
 ) -> None:
     run = tmp_path_factory.mktemp("run")
-    (run / "metrics.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
+    (run / "metrics-000.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
     page = rendered(run)
     assert page.tags["h1"] == 1 and page.tags["html"] == 1
 
@@ -611,7 +611,7 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     }
     for name, lines in runs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (tmp_path / name / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, lines)))
     figures = {figure.id: json.loads(figure.json) for figure in figures_of(load_runs(tmp_path), "routing")}
     assert set(figures) == {"flips", "replay-k3", "flips-by-layer"}
     (by_layer,) = figures["flips-by-layer"]["data"]
@@ -663,7 +663,7 @@ def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> 
     }
     for name, lines in runs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (tmp_path / name / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, lines)))
     loaded = load_runs(tmp_path)
     figures = {figure.id: json.loads(figure.json)["data"] for figure in figures_of(loaded, "learning-rate")}
     assert set(figures) == {"learning-rate", "lr-multiplier"}
@@ -681,10 +681,10 @@ def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:
     said = []
     for model_type in ("qwen3", "qwen3_moe"):
         run_dir = flat_run(tmp_path / model_type, 0.004, k3=4e-3, name="fp16")
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = (run_dir / "metrics-000.jsonl").read_text().splitlines()
         header = json.loads(lines[0])
         header["run"]["model_type"] = model_type
-        (run_dir / "metrics.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+        (run_dir / "metrics-000.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
         said.append(say(run_dir))
     assert "Few tokens carry the gap" in said[0] and "experts" not in said[0]
     assert "Few tokens carry the gap, as when experts flip" in said[1]

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
-from mismatch_ext.doctor.diagnose import Part
+from mismatch_ext.doctor.evidence import Part
 from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
 from mismatch_ext.errors import RunDirectoryError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mismatch_ext.closing import closing_lines
-from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import Segment
+from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.report import load_runs, summarize, tables
 from tests.unit.synthetic_runs import header, metrics, tokens, write_profiles
 from tests.unit.test_report import rendered
@@ -19,14 +19,14 @@ def ended_run(run_dir: Path, splits: tuple[str, ...], of: Segment, ended: bool, 
     """Write a segment that measured some splits once and ended, or did not, and after which another one began."""
     rng = np.random.default_rng(0)
     rollout, old = tokens(rng, 1e-3, 4, 16)
-    stream = RunStream.open(run_dir, header=header("bf16"), of=of)
+    stream = SegmentFile.create(run_dir, header=header("bf16"), of=of)
     for split in splits:
         stream.step(0, metrics(rollout, old) | {"reward": 0.5}, split)
         write_profiles(stream, 0, rollout, old, split)
     if ended:
         stream.end(0, "completed")
     if then is not None:
-        stream = RunStream.open(run_dir, header=header("bf16"), of=then, new_from=0)
+        stream = SegmentFile.create(run_dir, header=header("bf16"), of=then, first_segment=0)
         if then == "evaluation":
             stream.end(0, "completed")
     return run_dir
@@ -65,15 +65,15 @@ def test_a_training_after_an_evaluation_is_resumed_only_if_it_resumes_one(
 ) -> None:
     ended_run(tmp_path, ("eval/familiar",), "evaluation", True)
     if resume_step is not None:
-        RunStream.open(tmp_path, header=header("bf16"), new_from=0).step(1, {"mismatch/logp_abs_diff_mean": 0.001})
-    stream = RunStream.open(tmp_path, header=header("bf16"), new_from=0, resume_step=resume_step)
+        SegmentFile.create(tmp_path, header=header("bf16")).step(1, {"mismatch/logp_abs_diff_mean": 0.001})
+    stream = SegmentFile.create(tmp_path, header=header("bf16"), first_segment=0, resume_step=resume_step)
     stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
     stream.end(1, "completed")
     assert f" {card} " in rendered(tmp_path).text
 
 
 def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
-    stream = RunStream.open(tmp_path, header=header("bf16"), of="evaluation")
+    stream = SegmentFile.create(tmp_path, header=header("bf16"), of="evaluation")
     stream.step(0, {"reward": 0.5}, "eval/default")
     stream.end(0, "failed", "EngineError: gone")
     assert "the evaluation ended with an error, later steps are missing: EngineError: gone" in rendered(tmp_path).text
@@ -81,7 +81,7 @@ def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", ["", "rank 1: "])
 def test_a_training_that_ctrl_c_ended_was_interrupted(rank: str, tmp_path: Path) -> None:
-    stream = RunStream.open(tmp_path, header=header("bf16"))
+    stream = SegmentFile.create(tmp_path, header=header("bf16"))
     stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
     stream.end(1, "failed", f"{rank}KeyboardInterrupt: ")
     page = rendered(tmp_path)

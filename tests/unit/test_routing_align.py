@@ -4,67 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace, align, align_packed
+from mismatch_ext.routing import align, align_packed
 from tests.unit.test_routing_trace import trace
-
-sequences = st.lists(
-    st.tuples(st.integers(0, 7), st.integers(0, 7), st.booleans(), st.integers(0, 3), st.integers(0, 3)),
-    min_size=1, max_size=5,
-)  # fmt: skip
-
-
-def _traces(drawn: list[tuple[int, int, bool, int, int]], experts: int) -> tuple[list[RoutingTrace], list[int]]:
-    """Return a trace per drawn (tokens, start, full pass, ...), in two parts where it has two rows."""
-    traces, tokens = [], []
-    for index, (count, start, full, _, _) in enumerate(drawn):
-        end = count if full else max(count - 1, 0)
-        start = min(start, end)
-        whole = trace(end - start, experts=experts, seed=index, start=start, versions=((0, index),))
-        half = whole.rows // 2
-        if half:
-            whole = RoutingTrace.concat([whole.slice(0, half), whole.slice(half, whole.rows)])
-        traces.append(whole)
-        tokens.append(count)
-    return traces, tokens
-
-
-@given(drawn=sequences, experts=st.sampled_from([8, 300]))
-def test_rows_come_back_from_where_they_were_laid(drawn: list[tuple[int, int, bool, int, int]], experts: int) -> None:
-    traces, tokens = _traces(drawn, experts)
-    lefts = [left for *_, left, _ in drawn]
-    width = max(1, *(left + count + right for (count, _, _, left, right) in drawn))
-    attention = torch.zeros(len(drawn), width, dtype=torch.int64)
-    expected = torch.zeros(len(drawn), width, dtype=torch.bool)
-    for row, (count, left, one) in enumerate(zip(tokens, lefts, traces, strict=True)):
-        attention[row, left : left + count] = 1
-        expected[row, left + one.start : left + one.start + one.rows] = True
-    laid, mask = align(traces, attention)
-    assert torch.equal(mask, expected.flatten())
-    assert laid.rows == len(drawn) * width
-    for row, (left, one) in enumerate(zip(lefts, traces, strict=True)):
-        at = row * width + left + one.start
-        found = laid.slice(at, at + one.rows)
-        assert torch.equal(found.experts, one.experts)
-        if one.rows:
-            assert found.versions == one.versions
-    # Filler is a route that a router could have chosen: distinct ids in range.
-    assert (laid.experts[~mask].long() == torch.arange(3)).all()
-
-
-@given(drawn=sequences)
-def test_a_packed_row_is_a_padded_batch_without_its_padding(drawn: list[tuple[int, int, bool, int, int]]) -> None:
-    traces, tokens = _traces(drawn, 300)
-    width = max(1, *tokens)
-    attention = torch.arange(width) < torch.tensor(tokens)[:, None]
-    padded, padded_mask = align(traces, attention)
-    packed, mask = align_packed(traces, tokens)
-    assert packed.rows == sum(tokens)
-    assert torch.equal(packed.experts, padded.experts[attention.flatten()])
-    assert torch.equal(mask, padded_mask[attention.flatten()])
 
 
 def test_versions_follow_the_rows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -86,14 +85,6 @@ def plain(model: nn.Module, logprobs: Tensor, old: Tensor, sampled: Tensor, mask
     return -((logprobs - old).exp() * advantages)[mask].mean()
 
 
-def corrected(
-    model: nn.Module, logprobs: Tensor, old: Tensor, sampled: Tensor, mask: Tensor, advantages: Tensor
-) -> Tensor:
-    """Return the loss with truncated importance weights, from their definition."""
-    ratio = (old.double() - sampled.double()).exp().clamp(max=2.0).float().masked_fill(~mask, 0.0)
-    return -(ratio * (logprobs - old).exp() * advantages)[mask].mean()
-
-
 @pytest.mark.parametrize(
     "block", [None, {}, {"monitor": {"weight_sync": "off"}}, {"level": "observe", "lr": {"period": 2}}]
 )
@@ -102,16 +93,6 @@ def test_an_empty_block_changes_no_bit(block: Any, tmp_path: Path) -> None:
     with Run(block, trainer, rollout, tmp_path).start() as run:
         learn(run, 3)
     assert same(by_hand(3, plain), weights(trainer))
-
-
-def test_the_correction_is_the_one_from_its_definition(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
-        logs = learn(run, 3)
-    found, expected, stock = weights(trainer), by_hand(3, corrected), by_hand(3, plain)
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in found)
-    assert not all(torch.allclose(found[name], stock[name], atol=1e-4) for name in found)
-    assert logs[0]["mismatch/rollout_is_mean"] == pytest.approx(1, abs=0.05)
 
 
 def test_both_sides_are_what_a_run_asks_for() -> None:
@@ -343,31 +324,6 @@ def test_a_micro_batch_has_its_own_rows(tmp_path: Path) -> None:
         assert len(batch.rows(0, 8).records) == 8
 
 
-def test_weights_of_the_correction_are_the_primitives(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"correction": {"preset": "icepop"}}, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS))
-        with torch.no_grad():
-            old = run.score(batch)
-        found = run.correct(batch, old)
-        expected = correct(
-            old_logprobs=old,
-            rollout_logprobs=batch.rollout_logprobs,
-            response_mask=batch.response_mask,
-            config=run.block.correction,
-        )  # type: ignore[arg-type]
-        assert torch.equal(found.weights, expected.weights) and torch.equal(found.mask, expected.mask)
-
-
-def test_sides_are_copied_never_shared() -> None:
-    trainer, rollout = sides()
-    copied = copy.deepcopy(trainer.model)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(1.0)
-    assert same(dict(copied.named_parameters()), dict(rollout.model.named_parameters()))
-
-
 def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transformers() -> None:
     vocabulary = {str(token): token for token in range(8)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")))
@@ -395,14 +351,6 @@ def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None
             run.send()
             assert str(run.log().metrics["grad_norm"]) == "nan"
     assert "grad_norm" in [(event.data or {}).get("metric") for event in read_run(tmp_path / "mismatch").events]
-
-
-def test_a_bad_update_is_warned_of_where_it_is_no_error(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"monitor": {"weight_sync": "warn"}}, trainer, rollout, tmp_path).start() as run:
-        rollout.drops_updates = True
-        with pytest.warns(UserWarning, match="stale"):
-            learn(run, 1)
 
 
 @pytest.mark.parametrize("acts", [True, False])

@@ -124,14 +124,6 @@ def test_value_and_gradient_are_those_of_a_dense_mask(
     assert torch.allclose(a, b, rtol=1e-10, atol=1e-13) and not a[1, 3:].any()
 
 
-def test_gradient_is_that_of_finite_differences() -> None:
-    logits = normal(4, 20).requires_grad_()
-    support = of_mask(left(logits.detach(), ALL_THREE))
-    tokens = drawn(logits.detach(), dense(support))
-    score = lambda x: support_logprobs(x, tokens, support, temperature=0.8)  # noqa: E731
-    assert torch.autograd.gradcheck(score, (logits,))
-
-
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_head_gives_what_its_logits_give(softcap: float | None, biased: bool) -> None:

@@ -13,9 +13,9 @@ from mismatch_ext.adapters.sglang import parse_response, to_records
 
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
-from mismatch_ext.rollout import RolloutRecord, collate
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
-from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
+from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance, recorded, response, routes
 
 BF16 = "moe_bf16_0.5.18.json"
 
@@ -39,15 +39,6 @@ def test_a_recording_of_the_engine_gives_tokens_logprobs_and_routes() -> None:
     # 5 + 6 and 7 + 6 tokens; the last one was never fed back.
     assert (first.routing.rows, second.routing.rows, second.routing.start) == (10, 12, 0)
     assert first.routing.versions == ((0, 3),)
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_every_recording_is_accepted_and_collates(name: str) -> None:
-    prompts, outputs = recorded(name)
-    records = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE)
-    batch = collate(records)
-    assert batch.response_mask.sum().item() == sum(len(output["output_ids"]) for output in outputs)
-    assert all(r.routing is not None and r.routing.rows == len(r.prompt_ids) + len(r.response_ids) - 1 for r in records)
 
 
 def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:

@@ -34,11 +34,11 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wrong(
-    feature: str | None, *, versions: str = "==1.3.1", where: tuple[str, ...] = (), applies: bool = True
+    feature: str | None, *, versions: str = "==1.3.1", where: tuple[str, ...] = (), without: str = ""
 ) -> KnownWrong:
     """Return an entry for `upst`."""
     return KnownWrong(
-        peer="upst", versions=versions, feature=feature, condition="on a Sunday", where=where, applies=lambda: applies,
+        peer="upst", versions=versions, feature=feature, condition="on a Sunday", where=where, without=without,
         reason="it sleeps.", remedy="pip install upst==1.2.0",
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_what_is_wrong_elsewhere_or_for_another_feature_is_no_hole(
     assert accepted("upst", ["routing.R3"], {"vllm"}) == "1.4.0"
     with pytest.raises(PeerVersionError, match="mismatch.routing.R3"):
         accepted("upst", ["routing.R3"], {"vllm", "cpu"})
-    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", applies=False),))
+    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", without="json"),))
     assert accepted("upst", ["routing.R3"]) == "1.4.0"
 
 

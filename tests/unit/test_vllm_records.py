@@ -81,3 +81,21 @@ def test_traces_of_another_number_of_completions_are_refused() -> None:
     shape = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
     with pytest.raises(RoutingError, match="1 responses for 1 prompts with n=2"):
         to_traces([output()], prompt_ids=[PROMPT], shape=shape, version=0, n=2)
+
+
+def test_a_row_whose_likely_tokens_are_no_distribution_is_bad_and_the_others_are_not() -> None:
+    outputs = [output(), output(), output()]
+    for number, answer in enumerate(outputs):
+        # The second place of the second row has two tokens with .9 and .8.
+        second = (-0.105, -0.223) if number == 1 else (-1.5, -2.0)
+        answer.outputs[0].logprobs = [
+            {21: SimpleNamespace(logprob=-0.5, rank=1), 30: SimpleNamespace(logprob=-1.0, rank=2)},
+            {22: SimpleNamespace(logprob=second[0], rank=1), 30: SimpleNamespace(logprob=second[1], rank=2)},
+        ]
+    records = to_records(outputs, prompt_ids=[PROMPT] * 3, provenance=provenance(), top_k=2)
+    assert [record.head is None for record in records] == [False, True, False]
+    fault = records[1].fault
+    assert fault is not None and fault.reason == "head" and "more probability than 1" in fault.message
+    assert records[0].fault is None and records[2].fault is None
+    with pytest.raises(RecordError, match="more probability than 1"):
+        to_records([outputs[1]] * 3, prompt_ids=[PROMPT] * 3, provenance=provenance(), top_k=2)

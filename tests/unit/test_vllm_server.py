@@ -186,7 +186,7 @@ class Worker:
 def _server(**changed: Any) -> Answers:
     model = {
         "dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "quantization": None, "max_model_len": 64,
-        "enable_return_routed_experts": False,
+        "enable_return_routed_experts": False, "max_logprobs": 20,
     }  # fmt: skip
     config = {
         "model_config": model | {key: changed.pop(key) for key in list(changed) if key in model},
@@ -232,6 +232,13 @@ class TestWhatAServerMustBe:
         for flag in ("--weight-transfer-config '{\"backend\": \"nccl\"}'", "--logprobs-mode processed_logprobs",
                      "--dtype float16", "--enable-return-routed-experts"):  # fmt: skip
             assert f"\n  {flag} " in said, said
+
+    @pytest.mark.parametrize(("most", "missing"), [(20, True), (127, True), (128, False), (-1, False)])
+    def test_as_many_likely_tokens_as_centering_asks_for_are_reported(self, most: int, missing: bool) -> None:
+        block = {"correction": {"centering": {"top_k": 128}}}
+        said = _checked(_server(max_logprobs=most), block, _read_back("float32"))
+        assert ("\n  --max-logprobs 128 " in said and f"it reports {most} at most" in said) == missing, said
+        assert _checked(_server(max_logprobs=most), {"correction": {"preset": "tis"}}, _read_back("float32")) == ""
 
     @pytest.mark.parametrize("head", [None, "float32"])
     def test_a_head_in_float32_is_read_back_and_its_flag_is_named(self, head: str | None) -> None:

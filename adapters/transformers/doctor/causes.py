@@ -53,8 +53,6 @@ CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
 FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALIZED = "norm_topk_prob"
-# How far from either end of a prompt a token is tried as the missing one, and about how many lengths of a cut prompt are tried.
-PLACES, LENGTHS = 6, 8
 Ids = tuple[int, ...]
 
 
@@ -157,23 +155,16 @@ def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
 
 
 def _of_prompts(scorer: Scorer) -> list[Cause]:
-    """Return the causes in which an engine sees other prompts: special tokens twice, templates, truncation."""
+    """Return the causes in which an engine sees other prompts: tokens missing at an end, or a special token too many."""
     prompts = scorer.sample.prompts
     config: Any = getattr(scorer.model, "config", None)
     special = [getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")]
     # Special tokens that a template or tokenizer may add.
     added = tuple(dict.fromkeys([*(token for token in special if isinstance(token, int)), *end_tokens(scorer.model)]))
-    # A token of a template has the same place, from the start or from the end, in every prompt.
-    shortest = min(map(len, prompts))
-    places = [(f"{at + 1} from the start", at) for at in range(1, min(PLACES, shortest - 1))]
-    places += [(f"{-at} from the end", at) for at in range(-2, -min(PLACES, shortest - 1), -1)]
-    places = [(name, at) for name, at in places if len({prompt[at] for prompt in prompts}) == 1]
-    # Lengths of the prompts except the longest: such a length cuts some prompts but not others.
-    lengths = sorted({len(prompt) for prompt in prompts} - {max(map(len, prompts))})
-    lengths = lengths[:: -(-len(lengths) // LENGTHS)] if lengths else []
     # The last choice of an extra token is each prompt's own first token.
     common = {prompt[0] for prompt in prompts}
-    extra = (*map(str, added), f"{common.pop() if len(common) == 1 else 'its own first one'}, twice")
+    first = f"{common.pop()}" if len(common) == 1 else "its own first one"
+    extra = (*map(str, added), f"{first}, twice")
 
     def cause(key: str, sentence: str, change: Callable[[int, Ids], Ids], **given: Any) -> Cause:
         def predict(x: float, *, screen: bool = False) -> Floats:
@@ -189,14 +180,8 @@ def _of_prompts(scorer: Scorer) -> list[Cause]:
               lambda x, ids: ids[min(x, len(ids) - 1) :], grid=(1.0, 2.0, 3.0)),
         cause("missing_last", "the engine's prompt lacks its last {x} tokens",
               lambda x, ids: ids[: max(1, len(ids) - x)], grid=(1.0, 2.0)),
-        cause("missing_token", "the engine's prompt lacks token {x}",
-              lambda x, ids: _without(ids, places[x][1]), grid=_indices(places), names=tuple(name for name, _ in places)),
-        cause("truncated_prompt", "the engine's prompt is cut to its last {x} tokens",
-              lambda x, ids: ids[-x:], grid=tuple(map(float, lengths))),
         cause("extra_token", "the engine's prompt begins with an extra token {x}",
               lambda x, ids: ((*added, ids[0])[x], *ids), grid=_indices(extra), names=extra),
-        cause("extra_last", "the engine's prompt ends with an extra token {x}",
-              lambda x, ids: (*ids, added[x]), grid=_indices(added), names=tuple(map(str, added))),
     ]  # fmt: skip
 
 
@@ -248,11 +233,6 @@ def _indices(listed: Sequence[Any]) -> tuple[float, ...]:
 
 def _layer(name: str) -> str:
     return name.partition("layers.")[2].partition(".")[0]
-
-
-def _without(ids: Ids, at: int) -> Ids:
-    at %= len(ids)
-    return ids[:at] + ids[at + 1 :]
 
 
 def _tied(model: Any) -> dict[str, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, mixes_packed
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 
-from mismatch_ext.doctor import Diagnosis, remedy
-from mismatch_ext.doctor.diagnose import taken_apart
+from mismatch_ext.doctor.evidence import RunPass
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.rng import forked_rng
 
@@ -19,16 +16,12 @@ ALIKE = 2.0
 TRIED = {"left": "layout", "left-positions": "", "packed": "packed"}
 
 
-def with_run_pass(
-    diagnosis: Diagnosis, scorer: Scorer, computed: Floats, *, replays: bool, prompt_width: int
-) -> Diagnosis:
-    """Return the diagnosis with what the run's pass does differently, if its difference is the cause "layout".
+def try_run_pass(scorer: Scorer, computed: Floats, *, replays: bool, prompt_width: int) -> RunPass:
+    """Try what a run's pass may do otherwise than a plain one.
 
     `computed` are the log-probabilities of that pass `[N]`, `replays` says whether it replayed the sample's routes, and
     `prompt_width` how wide its prompts were with their padding, in tokens.
     """
-    if not any(cause.key == "layout" for cause in diagnosis.causes):
-        return diagnosis
     routes = scorer.sample.routes if replays else None
 
     def scored(layout: str, *, training: bool = False) -> Floats:
@@ -44,12 +37,7 @@ def with_run_pass(
                 f"dropout is active in the run's own pass ({', '.join(active)}): it moves this model by {moved:.1e}, and the "
                 f"pass is off by {gap:.1e}"
             )
-            causes = tuple(
-                replace(cause, key="dropout", said=reason, remedy=remedy("dropout")) if cause.key == "layout" else cause
-                for cause in diagnosis.causes
-            )
-            return replace(diagnosis, causes=causes)
+            return RunPass(computed=computed, plain=plain, dropout=reason)
     layouts = [layout for layout in TRIED if layout != "packed" or not mixes_packed(scorer.model)]
-    return taken_apart(
-        diagnosis, computed, plain, {LAYOUTS[layout]: (TRIED[layout], scored(layout)) for layout in layouts}
-    )
+    tries = {LAYOUTS[layout]: (TRIED[layout], scored(layout)) for layout in layouts}
+    return RunPass(computed=computed, plain=plain, tries=tries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mismatch_ext.doctor import Sample, Scores
-from mismatch_ext.doctor.diagnose import Rung
+from mismatch_ext.doctor.evidence import Rung
 from mismatch_ext.doctor.fits import own_rounding
+from mismatch_ext.doctor.logits import Logits, score_tokens
 from mismatch_ext.doctor.sample import Floats, Integers
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
@@ -81,6 +82,7 @@ class Scorer:
             the model's attention.
         computed: The log-probabilities that a run's trainer itself computed `[N]`. Then the trainer's layout is not tried, and
             its own noise is not measured. None computes them with the model.
+        layouts: Layouts whose effect on the trainer is measured, keys of `LAYOUTS`.
 
     Attributes:
         scores: The scores of the trainer's side, the oracle's among them, from which causes start.
@@ -100,6 +102,7 @@ class Scorer:
         head: str = "",
         attention: str = "",
         computed: Floats | None = None,
+        layouts: Collection[str] = tuple(LAYOUTS),
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
@@ -119,8 +122,14 @@ class Scorer:
         round_weights(model, weights_dtype)
         self._float32_error = self._measured_float32_error()
         replayed = replays and self.shape is not None and sample.routes is not None
-        with self.as_trainer():
-            straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
+        logits: Tensor | Projected | None = None
+        if self._trains_as_oracle:
+            # One pass is then the trainer's, the oracle's, and that of the trainer's arithmetic in the engine's dtype.
+            logits = self._logits(sample)
+            straight, taken = self._exactly(sample, logits), None
+        else:
+            with self.as_trainer():
+                straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
         attended = capless = None
         if self._leaves_out:
             with self.as_trainer(complete=True):
@@ -132,17 +141,19 @@ class Scorer:
             trainer, laid_out = computed, COMPUTED
         elif layout != "right":
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
-        rungs = () if computed is not None else tuple(own_noise(self))
+        rungs = () if computed is not None else tuple(own_noise(self, layouts))
         if computed is not None:
             self._trainers_weights = lost_by_rounding(model, self.engine_dtype)
         round_weights(model, self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
+        if logits is None:
+            logits = self._logits(sample)
         self.scores = Scores(
             trainer=trainer,
-            own=self._own(sample),
-            logits=self._logits(sample),
+            own=self._own(sample, logits),
+            logits=logits,
             float32_error=self._float32_error,
-            headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
+            headed=None if self._head is None or self.engine_dtype == torch.float32 else self._cast(sample, self._head),
             native=native,
             **self._flips(),
             straight=straight if laid_out else None,
@@ -162,7 +173,10 @@ class Scorer:
         """Return the oracle's scores of the same tokens with a sample's routes, at temperature 1, as engines score prompts."""
         before, self.temperature = self.temperature, 1.0
         try:
-            logits, own = self._logits(sample), self._own(sample)
+            routed = sample.routes is not None or self.sample.routes is not None
+            same = sample.prompts == self.sample.prompts and sample.responses == self.sample.responses
+            logits = self.scores.logits if same and not routed else self._logits(sample)
+            own = self._own(sample, logits)
             return Scores(trainer=own, own=own, logits=logits, float32_error=before * self._float32_error)
         finally:
             self.temperature = before
@@ -222,6 +236,17 @@ class Scorer:
         return self._complete == REFERENCE and self._attention != REFERENCE
 
     @property
+    def trains_exactly(self) -> bool:
+        """Whether the trainer computes as the oracle does, where both have the same weights and routes."""
+        dtype, weights_dtype, _ = self._trainer
+        return dtype == weights_dtype == torch.float32 and self._attention == self._complete
+
+    @property
+    def _trains_as_oracle(self) -> bool:
+        """Whether the trainer's pass is the oracle's."""
+        return self.trains_exactly and self.engine_dtype == torch.float32 and self.shape is None
+
+    @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -273,8 +298,16 @@ class Scorer:
             _, hidden = next(iter(self._passes(sample, None, only=[row])))
         return is_head(head, hidden, logits)
 
-    def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype, but for a head that has to be exact."""
+    def _exactly(self, sample: Sample, logits: Tensor | Logits) -> Floats:
+        """Return the tokens' log-probabilities `[N]` under logits `[N, V]`."""
+        return score_tokens(sample, logits, self.temperature)[0]
+
+    def _own(self, sample: Sample, logits: Tensor | Logits) -> Floats:
+        """Return the log-probabilities of the same weights in the engine's dtype; in float32 the oracle's logits have them."""
+        return self._exactly(sample, logits) if self.engine_dtype == torch.float32 else self._cast(sample)
+
+    def _cast(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
+        """Return the log-probabilities of a pass in the engine's dtype, but for a head that has to be exact."""
         with self.cast(self.engine_dtype), in_float32(exact):
             row_logprobs = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(row_logprobs)
@@ -504,8 +537,11 @@ def mixes_packed(model: nn.Module) -> bool:
     return bool((one - other).abs().max() > NEAR * one.abs().max())
 
 
-def own_noise(scorer: Scorer) -> Iterator[Rung]:
-    """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses."""
+def own_noise(scorer: Scorer, layouts: Collection[str]) -> Iterator[Rung]:
+    """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses.
+
+    Each of `layouts` is a key of `LAYOUTS`.
+    """
     sample = scorer.sample
     sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
     length = len(sample.row) / len(sampled)
@@ -514,20 +550,31 @@ def own_noise(scorer: Scorer) -> Iterator[Rung]:
     rows = sampled[:: -(-len(sampled) // count)]
     part = sample.part(rows)
 
-    def scored(layout: str, *, rows: int = BATCH, exact: bool = False) -> Floats:
-        return scorer.in_layout(part, layout, most_rows=rows, exact=exact)
+    def scored(layout: str, *, rows: int = BATCH) -> Floats:
+        return scorer.in_layout(part, layout, most_rows=rows)
 
-    straight, exact = scored("right"), scored("right", exact=True)
+    def exactly(layout: str, computed: Floats) -> Floats:
+        if scorer.trains_exactly:
+            return computed
+        return scorer.in_layout(part, layout, most_rows=BATCH, exact=True)
+
+    straight = scored("right")
     yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
-    for layout, name in LAYOUTS.items():
-        if layout != "right" and not (layout == "packed" and mixes_packed(scorer.model)):
-            yield Rung.of(
-                "trainer",
-                name,
-                scored(layout) - straight,
-                scored(layout, exact=True) - exact,
-                float32_error=scorer.float32_error,
-            )
+    others = [layout for layout in LAYOUTS if layout != "right" and layout in layouts]
+    if not others:
+        return
+    exact = exactly("right", straight)
+    for layout in others:
+        if layout == "packed" and mixes_packed(scorer.model):
+            continue
+        moved = scored(layout)
+        yield Rung.of(
+            "trainer",
+            LAYOUTS[layout],
+            moved - straight,
+            exactly(layout, moved) - exact,
+            float32_error=scorer.float32_error,
+        )
 
 
 def passes(

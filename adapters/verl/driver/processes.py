@@ -24,12 +24,13 @@ from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWei
 from mismatch_ext.adapters.verl.refusals import SYNC
 from omegaconf import DictConfig, OmegaConf
 
+from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.events import SYNC_UNANSWERED, WEIGHTS_UNVERIFIED
 from mismatch_ext.evidence import trainer_settings
-from mismatch_ext.log import RunLog, run_info
+from mismatch_ext.log import RunLog
 from mismatch_ext.names import VERL
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS

@@ -20,7 +20,6 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.names import OVER_UPDATES, PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.rollout import EngineAnswer
 from mismatch_ext.versions import PEERS
 
@@ -274,8 +273,7 @@ def _audit(
 ) -> AuditReport | None:
     if block.precision is None:
         return None
-    policy = PrecisionPolicy.of(block.precision)
-    reports = [audit(policy, trainer, engine, None, FIXES) for trainer in trainers for engine in engines]
+    reports = [audit(block.precision, trainer, engine, None, FIXES) for trainer in trainers for engine in engines]
     for report in reports:
         report.raise_for_findings()
     return reports[0]

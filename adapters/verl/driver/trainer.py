@@ -56,8 +56,9 @@ from mismatch_ext.config import KlConfig, MismatchConfig, Trigger
 from mismatch_ext.correction import masked_sums_of
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
-from mismatch_ext.log import RunLog, run_folder
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import leading_statistics, numerics_statistics
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
@@ -113,7 +114,7 @@ class MismatchTrainer(_Host):
             self._rollout_moe_lb_metrics_accumulator = ExpertLoads(config.actor_rollout_ref.model)
         self._kl = None if block.kl is None else DriverKl(block.kl, config)
         if self.trainer_mode != SYNC and not bypasses(config):
-            self._log.follow_versions()
+            self._log.sums.follows_versions = True
 
     def _new_log(self, config: DictConfig) -> RunLog:
         """Return the run's log, which writes into the folder of verl's checkpoints."""
@@ -276,14 +277,14 @@ class MismatchTrainer(_Host):
         scoring = None
         if not bypasses(self.config):
             # The weights that score are those of the last weight update.
-            version = self.global_steps - 1 if self._log.follows_versions else None
+            version = self.global_steps - 1 if self._log.sums.follows_versions else None
             scoring = Scoring(field=OLD, version=version, replayed=self._has_routes)
         section = None if self._kl is None else self._kl.term.config
         measured = self._measure(batch, scoring, bad, reference=self._has_reference, kl=section)
         if measured.gap is not None:
-            self._log.merge("train", measured.gap)
+            self._log.sums.add("train", "gap", measured.gap)
         if measured.drift is not None:
-            self._log.add_drift(measured.drift)
+            self._log.sums.add("train", "drift", measured.drift)
         return measured
 
     def _measure(
@@ -295,7 +296,7 @@ class MismatchTrainer(_Host):
         reference: bool = False,
         kl: KlConfig | None = None,
     ) -> Measured:
-        drawn = self._log.part()
+        drawn = self._log.sums.draw()
         return measure(
             batch,
             self.global_steps,
@@ -327,7 +328,7 @@ class MismatchTrainer(_Host):
         bad.rows.faults |= {} if self._bad is None else self._bad.rows.faults
         gap = self._measure(batch, Scoring(field=SCORED), bad).gap
         assert gap is not None
-        self._log.merge("train", gap, native=True)
+        self._log.sums.add("train", "native", gap)
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._block.routing is not None and self._block.routing.reference:
@@ -370,7 +371,7 @@ class MismatchTrainer(_Host):
             with self._checks.checking("correction"):
                 good = ~bad.flags(batch.keys)
                 sampled, left = self._measured.tokens, left_by_correction(batch)
-                self._log.add_masked("train", masked_sums_of(sampled[good], left[good]))
+                self._log.sums.add("train", "masked", masked_sums_of(sampled[good], left[good]))
         if bad and self._checks.acts:
             if self._normalizes(correction):
                 renormalize(batch, bad, str(correction.rollout_is))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mismatch_ext.doctor.diagnose import Block
+from mismatch_ext.doctor.evidence import Block
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(5400)]
 # What the doctor of 25 November said, with the judgements that were made by hand then.

@@ -166,7 +166,7 @@ ADDITIONS: dict[str, Change] = {
     "an input of each batch": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED), (OUTPUT, IN_A_BATCH)),
     "an input that it needs": replaced(TRAINER, (RATIO, RATIO + ' * inputs["top_p_ratio"]'), (OUTPUT, IN_A_BATCH)),
 }
-"""What a later release may read beside; the last two change what is trained."""
+"""What a later release may read beside; the last one cannot be done without."""
 
 HARMFUL: dict[str, tuple[Change, str]] = {
     "a new normalizer": (

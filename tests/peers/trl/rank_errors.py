@@ -137,8 +137,8 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
-    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
-    mm.scoring.expect_old = mm.scoring.settle = lambda *_: None  # nothing is scored
+    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(mm, block)
+    mm.scoring.settle = lambda *_: None  # nothing is scored
     return found
 
 
@@ -155,9 +155,13 @@ def step(output: dict[str, Any], change: Callable[[Any], None] | None = None, **
     if change is not None:
         change(found)
     rows = list(zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True))
-    with made(output), found.mm.batch(len(rows)) as rollouts:
-        rollouts.generated += rows
-        return found.mm.scored(rollouts, output)  # type: ignore[no-any-return]
+
+    def generated(_: Any) -> dict[str, Any]:
+        found.mm.rollouts.generated += rows
+        return output
+
+    with made(output):
+        return found.mm.make_batch(generated, rows)  # type: ignore[no-any-return]
 
 
 def unequal_turns(fails: bool) -> str:

@@ -62,9 +62,7 @@ def slopes(loss_type: str, case: dict[str, Any], taken_out: bool) -> dict[str, A
             inputs[name][BAD] = torch.nan
         take_out(inputs, bad)
         scores = as_constants(scores, bad)  # type: ignore[assignment]
-    trainer = behavior._trainer(
-        GRPOTrainer, {"loss_type": loss_type, **case}, lambda *_, **__: scores, behavior._settings(None), {}
-    )
+    trainer = behavior.stand_in(GRPOTrainer, {"loss_type": loss_type, **case}, lambda *_, **__: scores)
     loss = GRPOTrainer._compute_loss(trainer, behavior.MODEL, inputs)
     of_logps, of_entropies = torch.autograd.grad(loss, [logps, entropies], allow_unused=True)
     if of_entropies is None:

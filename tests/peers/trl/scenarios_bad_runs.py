@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from mismatch_ext import files
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.log_reading import METRICS_FILE, read_run
+from mismatch_ext.log_reading import METRICS_FILES, read_run
 from tests.peers.trl.scenarios_bad_rows import ENGINE_FAULTS, built, spoiling, weigh_nothing
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -360,10 +360,10 @@ class Full(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fill or empty it."""
         if state.global_step == self._first:
-            write, metrics = os.write, str(self._trainer.mm.log.run_dir / METRICS_FILE)
+            write, metrics = os.write, self._trainer.mm.log.run_dir / METRICS_FILES
 
             def full(fd: int, data: bytes) -> int:
-                if os.readlink(f"/proc/self/fd/{fd}") == metrics:
+                if Path(os.readlink(f"/proc/self/fd/{fd}")).match(str(metrics)):
                     raise OSError(errno.ENOSPC, "No space left on device")
                 return write(fd, data)
 

@@ -231,6 +231,17 @@ class User:
         own: Any = trainer._compute_loss  # type: ignore[misc]
         if call == "halves" and len(inputs["completion_ids"]) > 1:
             return sum(own(model, part) for part in halves(inputs))  # type: ignore[return-value]
+        if call == "twice":
+            return own(model, inputs) / 4 + own(model, inputs) * 3 / 4
+        if call == "logged first":
+            with torch.no_grad():
+                own(model, inputs)
+        if call == "other rows":  # before TRL's own pass, and of another shape
+            other = other_rows(inputs)
+            tokens = torch.cat([other["prompt_ids"], other["completion_ids"]], 1)
+            width = other["completion_ids"].size(1)
+            logps = self._get_per_token_logps_and_entropies(model, tokens, torch.ones_like(tokens), width)[0]  # type: ignore[attr-defined]
+            return own(model, inputs) - ALPHA * logps.mean()
         loss: Tensor = own(model, inputs)
         if call == "scaled":
             return self.user["scale"] * loss
@@ -255,6 +266,20 @@ def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
     """Split a micro-batch in two."""
     rows = torch.arange(len(inputs["completion_ids"]))
     return taken(inputs, rows[: len(rows) // 2]), taken(inputs, rows[len(rows) // 2 :])
+
+
+def other_rows(inputs: Inputs) -> Inputs:
+    """Return one row more than a micro-batch has, three tokens longer, of other tokens."""
+    rows, width = inputs["completion_ids"].shape
+    rows, width = rows + 1, width + 3
+    completions = 4 + torch.arange(rows * width).view(rows, width) % 11
+    prompts = torch.full((rows, 4), 7)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": torch.ones_like(completions),
+    }
 
 
 # What the hand takes from the run.
@@ -632,6 +657,8 @@ class Hand:
         elif user["call"] in ("nll", "entropy"):
             scores = logps if user["call"] == "nll" else entropy
             loss = loss - ALPHA * (scores * mask).sum() / mask.sum().clamp(min=1)
+        elif user["call"] == "other rows":
+            loss = loss - ALPHA * self.scores(self.policy, other_rows(inputs))[0].mean()
         return loss if inside else loss + self.loss(inputs, accumulation, own=False, kl=True)[0]
 
     def rate(self, step: int, block: dict[str, Any]) -> float:
@@ -737,26 +764,24 @@ def given(model: str, out: str, cases: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def each_loss(model: str, out: str) -> list[dict[str, Any]]:
-    """Compare runs of each loss without and with a KL in it, and with one and two micro-batches a step."""
-    cases = [case_of(loss, kl, accumulation) for loss in LOSSES for kl in (False, True) for accumulation in (1, 2)]
-    return given(model, out, cases)
+    """Compare runs of each loss with a KL in it and two micro-batches a step, under calls that `draw` does not draw."""
+    calls = ("none", "twice", "logged first", "other rows")
+    return given(model, out, [case_of(loss, calls[at % 4], at % 3 == 0) for at, loss in enumerate(LOSSES)])
 
 
-def case_of(loss: str, kl: bool, accumulation: int) -> dict[str, Any]:
+def case_of(loss: str, call: str, ours_first: bool) -> dict[str, Any]:
     """Return a case of a loss whose batches are learned from twice, so that ratios are not 1."""
     host = {
-        "loss_type": loss, "num_generations": 4, "per_device_train_batch_size": 8 // accumulation,
-        "gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation, "num_iterations": 2,
-        "importance_sampling_level": "token", "temperature": 1.0, "scale_rewards": "group", "max_completion_length": 6,
-        "max_grad_norm": 0.0, "optim": "sgd", "lr_scheduler_type": "constant",
+        "loss_type": loss, "num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2, "num_iterations": 2, "importance_sampling_level": "token", "temperature": 1.0,
+        "scale_rewards": "group", "max_completion_length": 6, "max_grad_norm": 0.0, "optim": "sgd",
+        "lr_scheduler_type": "constant",
     }  # fmt: skip
     if loss == "cispo":
         host["epsilon_high"] = 5.0
-    block: dict[str, Any] = {"lr": {"period": 2}}
-    if kl:
-        term = {"estimator": "k3", "placement": "loss", "target": "token", "ratio": "none", "baseline": "none"}
-        block["kl"] = {**term, "coef": 0.5}
-    user = {"change": "none", "call": "none", "scale": 1.0, "ours_first": False}
+    term = {"estimator": "k3", "placement": "loss", "target": "token", "ratio": "none", "baseline": "none"}
+    block: dict[str, Any] = {"lr": {"period": 2}, "kl": {**term, "coef": 0.5}}
+    user = {"change": "none", "call": call, "scale": 1.0, "ours_first": ours_first}
     return {"host": host, "block": block, "user": user, "lora": False}
 
 

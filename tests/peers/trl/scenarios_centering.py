@@ -98,7 +98,7 @@ def sampled(trainer: Any) -> Inputs:
     trainer.model.train()
     records: list[Any] = []
     keep = trainer.mm.centering.keep
-    trainer.mm.centering.keep = lambda found: (records.extend(found), keep(found))
+    trainer.mm.centering.keep = lambda table, found: (records.extend(found), keep(table, found))
     trainer.vllm_generation.sync_weights = lambda *_, **__: None  # the engine keeps the first weights
     batch: Inputs = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
     trainer.mm.centering.keep = keep
@@ -108,12 +108,9 @@ def sampled(trainer: Any) -> Inputs:
 
 
 def knowing(trainer: Any, block: MismatchConfig | None) -> ours.Centering:
-    """Return the centering of a config, which has kept the sampled batch."""
+    """Return the centering of a config; the trainer's table of rows has kept the sampled batch's heads."""
     assert block is not None
-    centering = ours.Centering(trainer, block, trainer.mm.ranks)
-    heads = {ours.row_key(*key): head for key, head in trainer.heads.items()}
-    centering._batches = [ours.BatchHeads(step=0, heads=heads)]
-    return centering
+    return ours.Centering(trainer.mm, block)
 
 
 def _ids(tokens: Any) -> tuple[int, ...]:
@@ -148,7 +145,7 @@ def formula(model: str, out: str) -> dict[str, Any]:
         micro = [cut(given, slice(first, first + size)) for first in range(0, parts * size, size)]
         gradients = []
         for added in (True, False):
-            trainer.mm.centering = centering if added else ours.Centering(trainer, MismatchConfig(), trainer.mm.ranks)
+            trainer.mm.centering = centering if added else ours.Centering(trainer.mm, MismatchConfig())
             trainer.model.zero_grad()
             for inputs in micro:
                 trainer.compute_loss(trainer.model, dict(inputs)).backward()
@@ -176,7 +173,7 @@ def differences(trainer: Any, batch: Inputs) -> list[float]:
     trainer.loss_type, trainer.current_gradient_accumulation_steps = "grpo", 1
     block = MismatchConfig.parse({"correction": {"centering": {"top_k": TOP_K}}})
     centering = knowing(trainer, block)
-    trainer.mm.centering = ours.Centering(trainer, MismatchConfig(), trainer.mm.ranks)
+    trainer.mm.centering = ours.Centering(trainer.mm, MismatchConfig())
     trainer.compute_loss(trainer.model, dict(batch)).backward()
     head = trainer.model.get_output_embeddings().weight
     without = head.grad.clone()
@@ -241,7 +238,6 @@ def refused(model: str, out: str) -> dict[str, str]:
         "iterations": {"num_iterations": 2},
         "entropy": {"top_entropy_quantile": 0.5},
         "opsm": {"off_policy_mask_threshold": 0.5},
-        "server": {"vllm_mode": "server"},
         "stale": {"steps_per_generation": 2},
     }
     found = {}

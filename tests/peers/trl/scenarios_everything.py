@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext import patching
-from mismatch_ext.log_reading import read_run
+from mismatch_ext.log_reading import read_run, segment_files
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, keep_names, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
@@ -91,17 +91,22 @@ def by_callback(
     return outcome(trainer)
 
 
+def texts(folder: Path) -> list[str]:
+    """Return what the files of a run's segments hold."""
+    return [file.read_text() for file in segment_files(folder)]
+
+
 def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]:
     """Train until an alarm stops it, then anew, then from the checkpoint of the stop; ask for one that is not there."""
     given = {"use_vllm": False, "bf16": False, "max_steps": 6}
     trainer = build(model, out, block, **given)
     steps, recorded = [], []
-    metrics = Path(out, "mismatch/metrics.jsonl")
+    folder = Path(out, "mismatch")
     for resume in (None, None, f"{out}/checkpoint-2"):
         trainer.train(resume_from_checkpoint=resume)
         steps.append(trainer.state.global_step)
-        recorded.append(read_run(metrics.parent).series("reward")[0])
-    before = metrics.read_text()
+        recorded.append(read_run(folder).series("reward")[0])
+    before = texts(folder)
     other = build(model, out, block, **given)
     other.args.output_dir = f"{out}/empty"
     Path(out, "empty").mkdir()
@@ -110,4 +115,9 @@ def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]
         refused = ""
     except ValueError as error:
         refused = str(error)
-    return {"steps": steps, "recorded": recorded, "refused": refused, "kept": metrics.read_text() == before}
+    return {
+        "steps": steps,
+        "recorded": recorded,
+        "refused": refused,
+        "kept": {file: file.read_text() for file in segment_files(folder)} == before,
+    }

@@ -245,7 +245,7 @@ def errors(model: str, out: str) -> dict[str, Any]:
     def mistake(*_: Any, **__: Any) -> None:
         raise AttributeError("a mistake of ours")
 
-    measuring.log.observe = mistake  # type: ignore[method-assign]
+    measuring.log.sums.add_gap = mistake  # type: ignore[method-assign]
     try:
         trainer.train()
     except AttributeError as error:

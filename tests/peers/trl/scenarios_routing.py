@@ -424,30 +424,3 @@ def measured(model: str, out: str, share: float) -> dict[str, Any]:
     """Train with and without measuring on the side."""
     routing = {"mode": "R3", "measured": share}
     return outcome(build(model, out, routing, use_vllm=True, rest={"precision": {"dtype": "float32"}}))
-
-
-def together(model: str, out: str) -> dict[str, Any]:
-    """Train with every section of the block at once."""
-    rest = {
-        "precision": {"dtype": "float16", "init_scale": 256.0},
-        "kl": {"coef": 0.05},
-        "correction": {"level": "token", "bound": "mask", "upper": 5.0, "lower": 0.2},
-    }
-    trainer = build(
-        model,
-        out,
-        {**R3, "reference": True},
-        use_vllm=True,
-        bf16=None,
-        rest=rest,
-        vllm_importance_sampling_mode="token_mask",
-    )
-    result = outcome(trainer)
-    return {**result, "k3_kl": logged(trainer, "mismatch/k3_kl"), "kl": logged(trainer, "kl")}
-
-
-def bypassed(model: str, out: str) -> None:
-    """Train with a loss that runs the model by itself."""
-    trainer = build(model, out, R2)
-    trainer._compute_loss = lambda model, inputs: model(input_ids=inputs["prompt_ids"]).logits.sum() * 0
-    trainer.train()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.errors import ReplayError
 from mismatch_ext.sampling_mask import TokenSupport
 from tests.peers.trl.scenarios_by_hand import halves
 from tests.peers.trl.scenarios_by_hand_engine import one_engine
@@ -229,21 +229,11 @@ class OtherTokens(MismatchGRPOTrainer):
         return super()._compute_loss(model, {**inputs, "prompt_ids": prompts}) + 0 * own
 
 
-class Elsewhere(Chunks):
-    """Scores the old policy by other code than TRL's, and the reference by TRL's."""
-
-    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, length: int, **options: Any) -> Any:
-        if torch.is_grad_enabled() or model is not self.model:
-            return super()._get_per_token_logps_and_entropies(model, ids, mask, length, **options)
-        logits = completion_logits(model, ids, mask, length) / self.temperature
-        return logits.log_softmax(-1).gather(-1, ids[:, -length:, None])[..., 0], None, None
-
-
 def parts(model: str, out: str) -> dict[str, Any]:
     """Train a step by trainers whose passes are over parts of a batch, or over other tokens."""
     found: dict[str, Any] = {}
     with one_engine():
-        for kind in (PartsOutside, PartsInside, Filtered, Chunks, Elsewhere, OtherTokens):
+        for kind in (PartsOutside, PartsInside, Filtered, Chunks, OtherTokens):
             name = kind.__name__
             given = arguments(f"{out}/{name}", max_steps=1, bf16=False, **SETTINGS["all"])
             given |= {"beta": 0.1, "mismatch": {**BLOCK, "kl": {}}} if issubclass(kind, Chunks) else {"mismatch": BLOCK}
@@ -254,7 +244,7 @@ def parts(model: str, out: str) -> dict[str, Any]:
             try:
                 trainer.train()
                 found[name] = trainer.far
-            except (ReplayError, RecordError) as error:
+            except ReplayError as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
 

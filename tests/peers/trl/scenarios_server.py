@@ -61,6 +61,34 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
     }
 
 
+def centered(model: str, out: str, url: str) -> dict[str, Any]:
+    """Train with score centering, and compare the first batch's heads with the trainer's own most likely tokens."""
+    block = {"precision": {"dtype": "float32"}, "correction": {"centering": {"top_k": 6}}}
+    trainer: Any = _build(model, out, url, block, temperature=0.8, max_steps=2)
+    first = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    records: list[Any] = []
+    keep = trainer.mm.centering.keep
+    trainer.mm.centering.keep = lambda table, found: (records.append(found), keep(table, found))
+    trainer.train()
+    apart, sampled_apart, places = 0.0, 0.0, 0
+    for record in records[0]:
+        prompt, answer = (torch.tensor(ids.tolist()) for ids in (record.prompt_ids, record.response_ids))
+        with torch.no_grad():
+            logits = first(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / trainer.temperature).log_softmax(-1)
+        own = logprobs.gather(1, record.head.ids.long())
+        # Equally likely tokens may change places, and their log-probabilities do not.
+        apart = max(apart, float((own - record.head.logprobs).abs().max()))
+        apart = max(apart, float((logprobs.topk(6).values - record.head.logprobs).abs().max()))
+        rollout = torch.tensor(record.rollout_logprobs.tolist())
+        sampled_apart = max(sampled_apart, float((logprobs.gather(1, answer[:, None])[:, 0] - rollout).abs().max()))
+        places += len(answer)
+    refused = outcome(lambda: _build(model, f"{out}/refused", url, {"correction": {"centering": {"top_k": 128}}}))
+    return {
+        "history": history(trainer), "apart": apart, "sampled": sampled_apart, "places": places, "refused": refused,
+    }  # fmt: skip
+
+
 def stock(model: str, out: str, url: str) -> dict[str, Any]:
     """Train with stock GRPOTrainer, the same measured by `attach`, then with ours: without a block, and with {}.
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.peers.scenarios import Run, named
+from tests.peers.trl.ranks import launch
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_centering as scenarios
+    from tests.peers.trl import scenarios_centering_ranks as of_ranks
 else:
+    of_ranks = named("tests.peers.trl.scenarios_centering_ranks")
     scenarios = named("tests.peers.trl.scenarios_centering")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
@@ -36,7 +39,6 @@ def test_the_term_is_the_formula_in_every_loss(run: Run, untied: Path, tmp_path:
         "stale": "steps_per_generation=2",
         "entropy": "top_entropy_quantile=0.5",
         "opsm": "off_policy_mask_threshold=0.5",
-        "server": "vllm_mode='server'",
     }.items():
         assert words in refused[name], (name, refused.get(name))
 
@@ -55,3 +57,15 @@ def test_steps_with_it_without_it_and_with_its_measurement_alone(run: Run, dense
     heads = found["heads"]
     assert heads["equal"] and set(heads["bytes"]) == {6 * 8}
     assert set(heads["kept/width"]) == set(heads["listed/width"]) == {1}
+
+
+def test_a_step_of_two_ranks_is_that_of_one_process(dense: Path, tmp_path: Path) -> None:
+    first, second = launch("ddp", of_ranks.step, tmp_path, model=dense).expect()
+    assert first["rows"] == [8, 8]
+    for rank in (first, second):
+        # Float32 against the formula by hand; without the term, the step is another one.
+        assert rank["error"] < 1e-3 < 1e-2 < rank["effect"], rank
+    # Of all tokens of both ranks, and not a mean of two means.
+    bias, tokens = (sum(column) for column in zip(first["tokens"][:2], second["tokens"][:2], strict=True))
+    assert first["tokens"][1] != second["tokens"][1]
+    assert first["logged"] == second["logged"] == pytest.approx(bias / tokens, rel=1e-6)

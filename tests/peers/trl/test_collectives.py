@@ -32,7 +32,13 @@ def run_of(folder: Path, block: dict[str, Any], rank: int = 0) -> Any:
         block=parsed,
         ranks=ranks,
         checks=checks,
-        trainer=SimpleNamespace(use_vllm=True, accelerator=accelerator, state=SimpleNamespace(global_step=1)),
+        trainer=SimpleNamespace(
+            use_vllm=True,
+            accelerator=accelerator,
+            state=SimpleNamespace(global_step=1),
+            model=SimpleNamespace(training=True),
+            is_deepspeed_enabled=False,
+        ),
         checked=SimpleNamespace(verifier=SimpleNamespace(verdict=SimpleNamespace(gap_mean=0.5))),
         proves=True,
         grid=None,
@@ -46,7 +52,7 @@ def run_of(folder: Path, block: dict[str, Any], rank: int = 0) -> Any:
 def objects_of_log(run: Any) -> list[Any]:
     """Log a step, and return the objects that the rank has sent."""
     values = torch.full((2, 3), -1.0)
-    run.log.observe("train", old=values, rollout=values - 1e-3, mask=torch.ones(2, 3, dtype=torch.bool))
+    run.log.sums.add_gap("train", old=values, rollout=values - 1e-3, mask=torch.ones(2, 3, dtype=torch.bool))
     run.ranks.asked.clear()
     metrics, _ = run.extra_metrics("train", True)
     assert metrics["mismatch/weight_sync_gap"] == 0.5 and "mismatch/k3_kl" in metrics

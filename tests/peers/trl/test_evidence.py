@@ -65,7 +65,7 @@ def test_a_stopped_run_leaves_rows_and_a_checkpoint_by_which_the_cause_is_named(
 def test_stock_trl_that_is_measured_keeps_rows_too(run: Run, tmp_path: Path) -> None:
     """Its alarms are the built-in ones, which wait for three logs in a row."""
     files = run(scenarios.attached, model=MODEL, out=str(tmp_path)).expect()
-    assert files == ["evidence-9.jsonl.gz", "metrics.jsonl"]
+    assert files == ["evidence-9.jsonl.gz", "metrics-000.jsonl"]
     kept = rows_of(tmp_path / "mismatch" / files[0])
     assert "k3_kl is" in kept[0]["kept"]["reason"] and all(len(line["trainer_logprobs"]) for line in kept)
 

@@ -26,7 +26,7 @@ def whole(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Whol
 def test_five_kills_leave_no_trace(run: Run, moe: Path, tmp_path: Path, whole: Whole) -> None:
     draw = random.Random(1)
     # In the middle of each write that can leave a checkpoint torn, and while there is no file open.
-    moments = ("torch.save", "trainer_state.json", "rotation", "metrics.jsonl", "generation")
+    moments = ("torch.save", "trainer_state.json", "rotation", "metrics", "generation")
     plans = [planned(draw, where) for where in moments]
     assert killed_run(run, moe, tmp_path, whole, plans) == list(moments)
 

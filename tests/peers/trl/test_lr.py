@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,51 +16,15 @@ if TYPE_CHECKING:
 else:
     scenarios = named("tests.peers.trl.scenarios_lr")
 
-# Halved every 2 steps after 2 of warm-up, at least 0.1 from the eighth on.
-HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
-WARM_COSINE = {"max_steps": 12, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
 # Responses grow from 4 tokens to 16 at step 3: with a baseline of 3 that is the surge, and the period
 # round(1.8 * 3) = 5 steps.
 SURGE = {"baseline_window": 3}
 AFTER_SURGE = [1, 1, 1, 1, 1, 0.5, 0.5, 0.5]
 
 
-def cosine(step: int, warmup: int = 2, total: int = 12, rate: float = 1e-3) -> float:
-    """Return transformers' warm-up and cosine by its definition."""
-    if step < warmup:
-        return rate * step / warmup
-    return rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
 def multipliers(result: dict[str, Any]) -> list[float]:
     """Return the multiplier that was logged at each step."""
     return [entry["mismatch/lr_multiplier"] for entry in result["metrics"]]
-
-
-def test_warmup_cosine_and_accumulation_times_the_rule(run: Run, dense: Path, tmp_path: Path) -> None:
-    result = run(
-        scenarios.train,
-        model=dense,
-        out=tmp_path,
-        lr={"period": 2},
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=4,
-        **WARM_COSINE,
-    ).expect()
-    expected = [cosine(step) * factor for step, factor in enumerate(HALVING)]
-    assert multipliers(result) == HALVING
-    assert result["logged"] == pytest.approx(expected, rel=1e-12)
-    # What the optimizer steps with, in both of its parameter groups, is what is logged.
-    assert result["applied"] == [[rate, rate] for rate in result["logged"]]
-    assert len({name for entry in result["metrics"] for name in entry}) >= 3
-
-
-def test_a_multiplier_of_one_is_stock_bit_for_bit(run: Run, dense: Path, tmp_path: Path) -> None:
-    stock = run(scenarios.train, model=dense, out=tmp_path / "s", lr=None, max_steps=3).expect()
-    ours = run(scenarios.train, model=dense, out=tmp_path / "o", lr={"period": 100}, max_steps=3).expect()
-    halved = run(scenarios.train, model=dense, out=tmp_path / "h", lr={"period": 1}, max_steps=3).expect()
-    assert ours["parameters"] == stock["parameters"] != halved["parameters"]
-    assert ours["applied"] == stock["applied"] and ours["logged"] == stock["logged"]
 
 
 def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(run: Run, untied: Path, tmp_path: Path) -> None:
@@ -115,32 +78,6 @@ def test_a_skipped_float16_step_does_not_advance_the_rule(run: Run, dense: Path,
     assert [rates[0] for rates in result["applied"]] == pytest.approx(
         [base[step] * rule[step] for step in range(14 - skipped)], rel=1e-12
     )
-
-
-@pytest.mark.parametrize("trigger", ["grad_norm", "mismatch_kl", "f_tau"])
-def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Path, trigger: str) -> None:
-    engine = trigger != "grad_norm"
-    result = run(
-        scenarios.train,
-        model=dense,
-        out=tmp_path,
-        # With nothing to smooth and next to no multiple whatever grows beyond the least value of a surge does.
-        lr={
-            "trigger": trigger,
-            "baseline_window": 1,
-            "surge_ratio": 1.0001,
-        },
-        use_vllm=engine,
-        max_steps=8,
-        **({"max_completion_length": 16} if engine else {}),
-    ).expect()
-    surges = [entry["mismatch/lr_surges"] for entry in result["metrics"]]
-    thresholds = [entry.get("mismatch/lr_surge_threshold") for entry in result["metrics"]]
-    if trigger == "grad_norm":
-        last = result["metrics"][-1]
-        assert surges[-1] == 1 and last["mismatch/lr_period"] == round(1.8 * last["mismatch/lr_surge_step"])
-    else:  # of next to no gap the least value is the threshold
-        assert {"mismatch_kl": 1e-3, "f_tau": 0.01}[trigger] in thresholds
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])

@@ -19,32 +19,13 @@ else:
 pytestmark = pytest.mark.engine
 
 
-def test_users_losses_are_the_hand_computed_ones_or_refused(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.losses, model=dense, out=tmp_path, timeout=600).expect()
-    cases = found["cases"]
-    wrong = []
-    for case in cases:
-        if case["refuses"]:
-            good = "refused" in case and "class T(Yours," in case["refused"]
-        else:
-            # The block's weights are rounded to float32, by 6e-8 of each.
-            good = case.get("error", 1.0) < 1e-6 and case["calls"] == 1 and case.get("kl_error", 0.0) < 1e-5
-        wrong += [] if good else [case]
-    assert not wrong, wrong[:3]
-    # Without the block nearly all of these steps would be others, so that the comparison can fail.
-    effects = sorted(case["effect"] for case in cases if "effect" in case)
-    assert effects[len(effects) // 10] > 1e-3, effects
-    # A correction that is TRL's own reaches TRL's own loss alone.
-    assert "mismatch.correction" in found["correction"]["refused"] and found["correction"]["steps"] == 0
-
-
 def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.own_losses, model=dense, out=tmp_path).expect()
     words = {
-        "OwnLast/surrogate": ["mismatch.kl with OwnLast", "Own._compute_loss", "super()._compute_loss", "remove"],
-        "Alternating/surrogate": ["mismatch.kl with Alternating", "micro-batch", "Alternating.compute_loss"],
-        "ScheduledFirst/surrogate": ["sets beta=0.5", "callback", "class T(Yours, MismatchGRPOTrainer)"],
-        "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "OwnSteps.training_step", "remove"],
+        "OwnLast/surrogate": ["mismatch.kl with OwnLast", "super()._compute_loss", "remove"],
+        "Alternating/surrogate": ["mismatch.kl with Alternating", "micro-batch"],
+        "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "remove"],
+        "DetachedFirst/weights": ["mismatch.correction with DetachedFirst", "does not depend on the weights"],
     }
     for name, expected in words.items():
         assert all(word in found[name]["refused"] for word in expected), (name, found[name])
@@ -67,7 +48,7 @@ def test_the_weights_of_tokens_are_those_of_trls_loss_to_the_bit(loss_type: str)
         {"max_completion_length": 11},
     ]  # fmt: skip
     for case in cases:
-        trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **case}, None, {}, {})
+        trainer = behavior.stand_in(GRPOTrainer, {"loss_type": loss_type, **case})
         given = {**behavior.INPUTS, **behavior.OF_GRPO}
         given |= {name.removeprefix("inputs."): value for name, value in case.items() if name.startswith("inputs.")}
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -94,7 +75,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
         return tensor
 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
-    trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None, {}, {})
+    trainer = behavior.stand_in(GRPOTrainer, {"loss_type": loss_type, **of_ranks})
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
     found = aggregation.read_weights(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
@@ -125,9 +106,8 @@ def test_a_copy_of_a_trainer_waits_for_no_device_and_asks_no_pickle() -> None:
 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
-    later, before = run(scenarios.replaced, model=dense, out=tmp_path).expect()
-    assert all(word in before for word in ("GRPOTrainer._compute_loss of trl", "no longer", "instead of")), before
-    assert "GRPOTrainer._compute_loss was replaced after the trainer was built" in later
+    found = run(scenarios.replaced, model=dense, out=tmp_path).expect()
+    assert all(word in found for word in ("GRPOTrainer._compute_loss of trl", "no longer", "instead of")), found
 
 
 def test_passes_of_a_batch_are_bound_to_its_tokens(run: Run, dense: Path, tmp_path: Path) -> None:

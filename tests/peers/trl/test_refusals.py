@@ -342,8 +342,11 @@ def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_lo
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (None, "no _calculate_rewards"),
-        (lambda self, prompts, inputs: None, r"_calculate_rewards\(prompts, inputs\)"),
+        (None, "GRPOTrainer._calculate_rewards is not there"),
+        (
+            lambda self, prompts, inputs: None,
+            r"GRPOTrainer._calculate_rewards takes \(prompts, inputs\), not inputs, prompts",
+        ),
     ],
 )
 def test_a_trainer_without_a_method_that_ours_overrides_is_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,9 +103,9 @@ def test_a_pass_beside_the_loss_does_not_stand_for_the_losss_own(run: Run, moe: 
     own = "the loss was computed without a replayed forward pass over the micro-batch's tokens"
     for name in ("Altered outside", "Unbound outside"):
         assert own in found[name], (name, found[name])
-    others = "scored other rows than the micro-batch's with gradients"
+    # A class inside of ours has replayed every row of the micro-batch; what it trains on beside them is counted.
     for name in ("Altered inside", "Unbound inside", "Beside inside"):
-        assert others in found[name], (name, found[name])
+        assert found[name] == "[1.0]", (name, found[name])
 
 
 # vLLM records.
@@ -148,12 +147,6 @@ def test_measuring_changes_nothing(run: Run, moe: Path, tmp_path: Path) -> None:
     assert one["parameters"] == other["parameters"] and one["losses"] == other["losses"]
 
 
-def test_every_section_together(run: Run, moe: Path, tmp_path: Path) -> None:
-    found = run(scenarios.together, model=moe, out=tmp_path).expect()
-    assert len(found["losses"]) == 3 and all(map(math.isfinite, found["losses"] + found["kl"] + found["k3_kl"]))
-    assert max(found["k3_kl"]) < 1e-4 and found["forwards"] == 9
-
-
 # What must be refused, before the optimizer moves.
 
 FAULTS = {
@@ -192,8 +185,3 @@ def test_faulty_routes_are_named_row_by_row_or_refused_in_under_a_second(run: Ru
     assert len({message.split(";")[0] for message in messages}) == len(FAULTS)
     assert found["none"]["bad"] == []
     assert found["none"]["error"] == "" and found["none"]["gradients"]  # the same batch, as the engine gave it
-
-
-def test_a_loss_without_a_replayed_forward_pass_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
-    ran = run(scenarios.bypassed, model=moe, out=tmp_path)
-    assert ran.code != 0 and "the loss was computed without a replayed forward pass" in ran.stderr, ran.stderr[-2000:]

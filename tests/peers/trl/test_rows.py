@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mismatch_ext.adapters.trl.rows import RowTables, find_in, row_key
-from mismatch_ext.adapters.trl.scoring import LossPasses, Scoring
+from mismatch_ext.adapters.trl.scoring import Scoring
 
 from mismatch_ext.errors import ReplayError
 
@@ -43,11 +44,20 @@ def test_the_newest_batch_with_a_row_tells_of_it() -> None:
 def test_the_replay_of_some_rows_does_not_stand_for_that_of_others() -> None:
     scoring: Any = object.__new__(Scoring)
     vars(scoring).update(
-        routing=SimpleNamespace(config=SimpleNamespace(mode="R3")), masking=None, trainer=SimpleNamespace()
-    )
+        routing=SimpleNamespace(config=SimpleNamespace(mode="R3")), masking=None, trainer=SimpleNamespace(), remembered=(),
+        _are_bad=lambda keys: torch.zeros(len(keys)),
+    )  # fmt: skip
+    completions = torch.tensor([[3], [4]])
+    prompts, ones = torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 3, dtype=torch.long)
+    inputs = {
+        "prompt_ids": prompts,
+        "completion_ids": completions,
+        "prompt_mask": ones[:, 1:],
+        "completion_mask": ones[:, 2:],
+    }
     one, other = row_key([1, 2], [3]), row_key([1, 2], [4])
-    passes = LossPasses(has_gradients=True, replayed={one})
-    scoring._expect_replayed(passes, [one, one], True)
-    for keys in ([one, other], [other]):
-        with pytest.raises(ReplayError, match="without a replayed forward pass"):
-            scoring._expect_replayed(passes, keys, True)
+    with scoring.of_loss(inputs):
+        scoring.replayed.update([one, other])
+    with pytest.raises(ReplayError, match="without a replayed forward pass"), scoring.of_loss(inputs):
+        scoring.replayed.add(one)
+    assert scoring.replayed is None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
-from mismatch_ext.log_reading import METRICS_FILE, read_run
+from mismatch_ext.log_reading import read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Ran, Run, named
@@ -126,6 +126,17 @@ def test_runs_without_a_block_measured_or_attached_are_stock(run: Run, moe: Path
     assert not found["failed"] and found["verdict"] == "in_sync"
 
 
+def test_centering_takes_the_servers_most_likely_tokens(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
+    found = run(scenarios.centered, model=moe, out=tmp_path, url=server).expect()
+    assert found["places"] > 32
+    # Both sides compute in float32. A head of another place or row is off by whole nats.
+    assert found["apart"] < 1e-3 and found["sampled"] < 1e-3, found
+    assert len(found["history"]) == 2
+    assert all(step["mismatch/sampler_bias"] > 0 for step in found["history"])
+    # The server was started with vLLM's 20.
+    assert "--max-logprobs 128" in found["refused"] and "it reports 20 at most" in found["refused"], found["refused"]
+
+
 def test_probes_that_a_busy_server_does_not_answer_leave_updates_unknown(
     run: Run, moe: Path, server: str, tmp_path: Path
 ) -> None:
@@ -182,7 +193,7 @@ def test_kills_of_trainer_and_server_leave_no_trace(
 
     assert start(port=int(server.rpartition(":")[2])) == server
     assert leg(resume=True).expect() == whole
-    check_lines(out / "mismatch" / METRICS_FILE, STEPS)
+    check_lines(out / "mismatch", STEPS)
     series, expected = metrics_of(out), metrics_of(tmp_path / "whole")
     assert series.keys() == expected.keys() == set(range(1, STEPS + 1))
     for step, metrics in expected.items():

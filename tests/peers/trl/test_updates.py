@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from mismatch_ext.checks import Checks
-from mismatch_ext.ranks import ONE_PROCESS
-
-
-def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_generates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from mismatch_ext.adapters.trl import engines, generation
-
-    monkeypatch.setattr(engines, "is_cpu", lambda llm: False)
-    said: list[str] = []
-    llm: Any = SimpleNamespace(wake_up=lambda tags: said.extend(tags))
-    engine: Any = engines.Colocated(llm, sleeps=True)
-    engine.captured = lambda version: nullcontext([])
-    verifier = SimpleNamespace(verify=lambda sent, look, stepped: said.append(f"probed {look.logprobs}"), probes=None)
-    trainer = SimpleNamespace(
-        sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3,
-        ranks=ONE_PROCESS, log=SimpleNamespace(refusing=lambda *_: nullcontext()), split="train", trainer_settings=dict,
-    )  # fmt: skip
-    checked = object.__new__(generation.CheckedGeneration)
-    vars(checked).update(
-        engine=engine, checks=Checks(True), verifier=verifier, verifies=True, run=trainer, layout=None, masks=None,
-        weight_version=0, provenance=lambda: None, _inner=SimpleNamespace(_llm_weights_sleeping=True), _kept=[],
-        _refused=None, heads=None,
-        _sending=SimpleNamespace(dtypes=(), samples={}), _plain_sync=lambda: said.append("weights"), _sent_at=3,
-        plain_generate=lambda *_: said.append("generated") or ([], [], [], None),
-    )  # fmt: skip
-    checked.generate([])
-    assert said == ["scored", "weights", "kv_cache", "probed 2", "generated"]
-    assert not engine.fresh  # what it was started with is gone
 
 
 def test_sampling_settings_are_those_that_the_engine_has_now() -> None:

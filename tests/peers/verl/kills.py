@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mismatch_ext.log_reading import METRICS_FILE, RunData, read_run
+from mismatch_ext.log_reading import RunData, read_run, segment_files
 from mismatch_ext.names import MEASURES
 from tests.peers.death import plain
 from tests.peers.scenarios import Ran, named
@@ -78,14 +78,14 @@ class Moment:
 
     def __init__(self, work: Path, delay: float, clock: Callable[[], float]) -> None:
         self._metrics, self._tracker = (
-            work / "checkpoints/mismatch" / METRICS_FILE,
+            work / "checkpoints/mismatch",
             work / "checkpoints/latest_checkpointed_iteration.txt",
         )
         self._before, self._delay, self._clock = self._segments(), delay, clock
         self._since: float | None = None
 
     def _segments(self) -> int:
-        return self._metrics.read_bytes().count(b'"kind": "header"') if self._metrics.exists() else 0
+        return len(segment_files(self._metrics)) if self._metrics.is_dir() else 0
 
     def __call__(self) -> bool:
         """Whether it is time."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hydra import compose
 from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl import plugin
 from omegaconf import DictConfig
+
+from tests.peers.verl.composed import composed
 
 # Importing the adapter has loaded it: every process that collects a file of these tests would keep its patches.
 plugin.unload()
@@ -21,7 +22,7 @@ MEGATRON = ("model_engine=megatron", "actor_rollout_ref.model.use_remove_padding
 
 def configured(*overrides: str) -> DictConfig:
     """Return verl's default configuration for GRPO with FSDP2 and vLLM, with overrides."""
-    return compose("ppo_trainer", overrides=[*GRPO, *overrides])
+    return composed(*GRPO, *overrides)
 
 
 def prepared(*overrides: str) -> DictConfig:
@@ -32,6 +33,6 @@ def prepared(*overrides: str) -> DictConfig:
 
 def prepared_megatron(*overrides: str) -> DictConfig:
     plain = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm")
-    config = compose("ppo_trainer", overrides=[*plain, *MEGATRON, *overrides])
+    config = composed(*plain, *MEGATRON, *overrides)
     settings.prepare(config)
     return config

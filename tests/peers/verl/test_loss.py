@@ -225,13 +225,6 @@ def test_bypass_settings_reach_verls_loss(engine: Any) -> None:
     assert found["block_leaves_stock"] == 0.0
 
 
-def test_bypass_of_the_block_is_the_plain_formula(engine: Any) -> None:
-    found = engine["bypass"]["block"]
-    assert set(found) == {"reinforce", "mask"}
-    for name, one in found.items():
-        assert one["error"] < 1e-6 and one["loss_mode"] == "bypass_mode" and one["bypass"] and one["gap"], name
-
-
 def test_off_policy_mask_takes_whole_sequences_out(engine: Any) -> None:
     found = engine["off_policy"]
     assert found["error"] < 1e-6 and found["plain"] > 0.1
@@ -273,25 +266,6 @@ def test_a_policy_loss_that_ignores_the_weights_of_a_correction_is_refused_at_th
     assert "cannot be tried on 3 rows of lengths 4, 2, 3: ZeroDivisionError" in found["fails"]
     assert "cannot be tried on" in found["unset"] and "dro_beta" in found["unset"]
     assert found["random numbers"] == "as before"
-
-
-def test_presets_by_name_are_verls_own_methods(direct: Any) -> None:
-    found = direct["presets"]
-    assert len(found) == 19
-    for name, one in found.items():
-        assert one["bypass"] == name.startswith("bypass_"), name
-        assert one["native"] == 0.0 and one["masks"], name
-        assert (one["rejected"] > 0) == ("_rs" in name), name
-        assert (one["weighted"] > 0) == any(word in name for word in ("_is", "_tis", "icepop")), name
-        if one["bypass"]:
-            assert one["loss_error"] == one["gradient_error"] == 0.0 and one["gradient"] > 0, name
-
-
-def test_the_drivers_baseline_is_that_of_the_whole_batch(direct: Any) -> None:
-    found = direct["baselines"]
-    assert len(found) == 12
-    for name, one in found.items():
-        assert one["error"] < 1e-6 and one["share"] > 0.05, name
 
 
 def test_turns_of_one_session_have_no_baseline(direct: Any) -> None:

@@ -99,7 +99,7 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
     patched = {patch["name"] for patch in data.header["patches"]}
     assert {"verl/validate_config", "verl/guard"} <= patched
-    assert f"\n  patches       {len(data.header['patches'])}, named in metrics.jsonl\n" in run.log
+    assert f"\n  patches       {len(data.header['patches'])}, named in metrics-*.jsonl\n" in run.log
     check_header(data.header, "vllm")
     (alarm,) = [event for event in data.events if event.name == "alarm"]
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")

@@ -8,8 +8,7 @@ import pytest
 
 from tests.models import tiny_model
 from tests.peers.verl.cpu.faults import FAULT, MESSAGE
-from tests.peers.verl.main_ppo import VerlRun, dtypes, lasting, run_verl
-from tests.peers.verl.recorded import recorded, shape
+from tests.peers.verl.main_ppo import VerlRun, dtypes, run_verl
 
 pytestmark = pytest.mark.nightly
 
@@ -38,29 +37,6 @@ def test_the_package_fails_in_the_worker_only(model: Path, tmp_path: Path) -> No
 def test_the_package_fails_in_the_rollout_only(model: Path, tmp_path: Path) -> None:
     run = failed(tmp_path, ACTING, model=model, fault="no_plugin_in_the_rollout")
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
-
-
-def test_a_logprob_that_is_not_a_number_makes_one_row_bad(tmp_path: Path) -> None:
-    model = tiny_model("dense", tmp_path / "model")
-    overrides = [*dtypes("float32"), ACTING, *lasting(1)]
-    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, env={FAULT: "nonfinite_logprob"})
-    (step,) = run.expect(1)
-    assert step["mismatch/bad_rows/rollout_logprobs"] == 1
-    assert " of step 1, token 1: the engine's log-probability is nan." in run.log
-    assert shape(run.reports) == shape(recorded("dense"))
-
-
-def test_an_engine_that_does_not_record_its_routing(model: Path, tmp_path: Path) -> None:
-    run = failed(tmp_path, "+mismatch.routing.mode=R3", model=model, fault="no_routed_experts")
-    assert "EngineError" in run.log and "does not record routing" in run.log
-
-
-def test_text_that_an_agent_loop_tokenizes_again_makes_one_row_bad(model: Path, tmp_path: Path) -> None:
-    overrides = [*dtypes("float32"), "+mismatch.routing={mode:R3,measured:1.0}", *lasting(1)]
-    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, env={FAULT: "encoded_again"})
-    (step,) = run.expect(1)
-    assert step["mismatch/bad_rows/routes"] == 1
-    assert "its token ids are others than those that its routes were recorded of" in run.log
 
 
 def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:

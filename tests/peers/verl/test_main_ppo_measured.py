@@ -73,7 +73,7 @@ def test_logs_samples_and_parameters_are_stocks_bit_for_bit(runs: tuple[VerlRun,
 
 def test_all_faults_are_told_and_end_nothing(runs: tuple[VerlRun, VerlRun, Path]) -> None:
     _, measured, work = runs
-    (folder,) = {path.parent for path in work.rglob("mismatch/metrics.jsonl")}
+    (folder,) = {path.parent for path in work.rglob("mismatch/metrics-000.jsonl")}
     run = read_run(folder)
     failed = [(event.step, event.data) for event in run.events if event.name == "check_failed"]
     page = build(folder).path.read_text(encoding="utf-8")

@@ -21,15 +21,6 @@ def stock(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
     return run_verl(tmp_path_factory.mktemp("stock"), overrides, model=dense, plugin=False)
 
 
-def test_stock_trains(stock: VerlRun) -> None:
-    steps = numbers(stock)
-    assert not any(name.startswith("mismatch/") for name in steps[0])
-    assert all(step["actor/grad_norm"] > 0 for step in steps)
-    assert steps[0]["actor/kl_loss"] == 0.0 < steps[1]["actor/kl_loss"]
-    # The weights of step 1 reached the rollout: the gap stays far below what the policy has moved.
-    assert 0 < 4 * steps[1]["rollout_corr/k3_kl"] < steps[1]["actor/kl_loss"]
-
-
 def test_installed_without_a_block_changes_no_number(stock: VerlRun, dense: Path, tmp_path: Path) -> None:
     installed = run_verl(tmp_path, [*dtypes("bfloat16"), *lasting(2)], model=dense, plugin=True)
     assert numbers(installed) == numbers(stock)

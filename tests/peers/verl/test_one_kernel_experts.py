@@ -23,6 +23,7 @@ def one_kernel() -> bool:
 
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.skipif(
         not one_kernel(), reason="this vLLM's experts ask their router; `make stack STACK=verl-pins` runs it"

@@ -14,7 +14,6 @@ pytest.importorskip("verl")  # part of `make setup`
 
 import ray
 import verl.utils.config
-from hydra import compose
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl.refusals import derives, refuse
@@ -22,6 +21,7 @@ from mismatch_ext.adapters.verl.refusals import derives, refuse
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
+from tests.peers.verl.composed import composed
 from tests.peers.verl.prepared import configured, prepared, prepared_megatron
 
 KNOWN_WRONG = versions.KNOWN_WRONG
@@ -87,7 +87,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         mine.append("++mismatch.monitor.alarms={k3_kl:{action:stop}}")  # otherwise the driver only warns
         if feature != "monitor.weight_sync":
             mine.append("++mismatch.monitor.weight_sync='off'")
-        config = compose("ppo_trainer", overrides=["algorithm.adv_estimator=grpo", *overrides, *mine])
+        config = composed("algorithm.adv_estimator=grpo", *overrides, *mine)
         try:
             settings.prepare(config)
         except ConfigError as error:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import torch
 import verl  # noqa: F401  loads the platform before anything asks for it
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from hydra import initialize_config_module
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -17,6 +15,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from mismatch_ext.config import MismatchConfig
+from tests.peers.verl.composed import composed
 from tests.peers.verl.in_process.routes import nested
 from tests.peers.verl.in_process.workers import fused, strategy
 
@@ -37,23 +36,13 @@ def actor_config(loss: dict[str, Any] | None = None, **given: Any) -> FSDPActorC
 
 def host_config(*overrides: str) -> DictConfig:
     """Return verl's whole configuration, as its command line composes it."""
-    return copy.deepcopy(_composed(overrides))
-
-
-@functools.cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_module(config_module="verl.trainer.config", version_base=None):
-        config = compose(
-            config_name="ppo_trainer",
-            overrides=[
-                f"actor_rollout_ref.actor.strategy={strategy()}",
-                f"actor_rollout_ref.model.use_fused_kernels={fused()}",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-                *overrides,
-            ],
+        return composed(
+            f"actor_rollout_ref.actor.strategy={strategy()}",
+            f"actor_rollout_ref.model.use_fused_kernels={fused()}",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            *overrides,
         )
-    OmegaConf.set_struct(config, True)
-    return config
 
 
 def driven(config: DictConfig) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import pickle
 import warnings
@@ -16,21 +14,20 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.config import set_correction, set_kl
-from mismatch_ext.adapters.verl.loss import BASELINE, loss_term, make_loss
+from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
-from mismatch_ext.adapters.verl.refusals import VERL_PRESETS, refuse
-from omegaconf import DictConfig, OmegaConf
+from mismatch_ext.adapters.verl.refusals import refuse
+from omegaconf import OmegaConf
 from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
+from mismatch_ext.kl import KlTerm, kl_sums
 from mismatch_ext.patching import revert
 from mismatch_ext.sums import merged
 from mismatch_ext.testing import Problem
@@ -43,7 +40,6 @@ from tests.peers.verl.in_process.losses import (
     driven,
     host_config,
     loss_on,
-    relative,
 )
 from tests.peers.verl.in_process.routes import refused
 
@@ -154,50 +150,6 @@ def proto(rows: int = 12, length: int = 7, seed: int = 0) -> Any:
     return DataProto.from_dict(tensors=batch, non_tensors={"uid": uid})
 
 
-def presets() -> dict[str, Any]:
-    """Compare each preset by name with verl's own factory method, through verl's code."""
-    result = {}
-    for name in sorted(VERL_PRESETS):
-        theirs = getattr(RolloutCorrectionConfig, name)()
-        config, block = host_config(), block_of(correction={"preset": name})
-        set_correction(config, block.correction)
-        found = {"native": 0.0, "masks": True, "bypass": theirs.bypass_mode, "rejected": 0, "weighted": 0}
-        if theirs.bypass_mode:
-            found |= bypass_preset(theirs, config, block)
-        for seed in range(8):
-            stock, native = proto(seed=seed), proto(seed=seed)
-            plain = stock.batch["response_mask"]
-            stock, _ = compute_rollout_correction_and_add_to_batch(stock, theirs)
-            native, _ = compute_rollout_correction_and_add_to_batch(native, config.algorithm.rollout_correction)
-            found["masks"] &= torch.equal(stock.batch["response_mask"].long(), native.batch["response_mask"].long())
-            pair = [b.batch.get("rollout_is_weights", None) for b in (stock, native)]
-            found["masks"] &= (pair[0] is None) == (pair[1] is None)
-            if pair[0] is not None:
-                found["native"] = max(found["native"], float((pair[0] - pair[1]).abs().max()))
-                found["weighted"] += int((pair[0][plain.bool()] != 1).sum())
-            found["rejected"] += int((plain - stock.batch["response_mask"].long()).sum())
-        result[name] = found
-    return result
-
-
-def bypass_preset(theirs: Any, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
-    """Compare loss and gradient of verl's bypass loss with verl's own configuration, and with what the name was driven to."""
-    stock = actor_config(loss={"loss_mode": "bypass_mode", "rollout_correction": theirs})
-    losses, gradients = [], []
-    sequences = [torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(i)) for i in range(12)]
-    generator = torch.Generator().manual_seed(7)
-    logps = -2 * torch.rand(12, 5, generator=generator)
-    gap = 10.0 ** (-4 + 4 * torch.rand(12, 1, generator=generator)) * torch.randn(12, 5, generator=generator)
-    fields = {"old_log_probs": list(logps - gap), "advantages": list(torch.randn(12, 5, generator=generator))}
-    for loss in (partial(ppo_loss, config=stock), make_loss(driven(config), block)):
-        given = logps.clone().requires_grad_()
-        value, _ = loss_on(loss, given, batch_of(sequences, fields))
-        losses.append(float(value.detach()))
-        gradients.append(torch.autograd.grad(value, given)[0])
-    return {"loss_error": abs(losses[0] - losses[1]), "gradient_error": float((gradients[0] - gradients[1]).abs().max()),
-            "gradient": float(gradients[0].abs().max())}  # fmt: skip
-
-
 def baseline_of(data: Any, section: KlConfig, keys: list[str] | None = None) -> Any:
     """Return the baseline of a batch group by group; without keys each row is a session of its prompt."""
     uids = data.non_tensor_batch["uid"]
@@ -217,42 +169,6 @@ def adapted(data: Any, term: KlTerm) -> dict[str, float]:
     parts = [kl_sums(logprobs=old[half], ref_logprobs=ref[half], mask=mask[half]) for half in halves]
     term.begin()
     return term.add(merged(*parts))
-
-
-def baselines() -> dict[str, Any]:
-    """Compare the baseline of blocks with the one that the core computes where it sees the whole batch."""
-    result = {}
-    for estimator, ratio, target in itertools.product(
-        ("k1", "k3"), ("none", "token", "sequence"), ("token", "sequence")
-    ):
-        kl = KlConfig(estimator=estimator, placement="both", ratio=ratio, target=target, coef=1.0)  # type: ignore[arg-type]
-        data = proto()
-        mask, logps = data.batch["response_mask"].bool(), data.batch["old_log_probs"].clone().requires_grad_()
-        groups = torch.arange(len(mask)) % 3
-        behavior = data.batch["rollout_log_probs"]
-        whole = kl_terms(
-            logprobs=logps,
-            ref_logprobs=data.batch["ref_log_prob"],
-            mask=mask,
-            settings=kl,
-            behavior=behavior,
-            groups=groups,
-        ).loss
-        expected = torch.autograd.grad(whole.sum(), logps)[0]
-        fields = {**data.batch, "loss_mask": mask, BASELINE: baseline_of(data, kl)}
-        # Row by row, as a micro-batch of one row is.
-        terms = [
-            loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, kl).sum()
-            for i in range(len(mask))
-        ]
-        found = torch.autograd.grad(torch.stack(terms).sum(), logps)[0]
-        plain = dataclasses.replace(kl, baseline="none")
-        without = torch.autograd.grad(loss_term(logps, fields, plain).sum(), logps)[0]
-        result[f"{estimator}/{ratio}/{target}"] = {
-            "error": relative(found, expected),
-            "share": relative(without, expected),
-        }
-    return result
 
 
 def sessions() -> Any:
@@ -387,8 +303,6 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
 def driver(cases: list[Any]) -> dict[str, Any]:
     """Run everything but the exact values."""
     return {
-        "presets": presets(),
-        "baselines": baselines(),
         "sessions": sessions(),
         "rewards": rewards(),
         "warmed_up": warmed_up(),

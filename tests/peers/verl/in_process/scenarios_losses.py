@@ -306,10 +306,7 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     data = data.clone()
     data["old_log_probs"] = data["rollout_log_probs"]  # what verl's trainer does in this mode
     keep = lambda d, mask: ((d.sum(1) / mask.sum(1)).abs() < 0.1)[:, None]  # noqa: E731
-    formulas = {
-        "reinforce": lambda d, mask, a: keep(d, mask) * d.sum(1, keepdim=True).exp().clamp(max=1.1),
-        "mask": lambda d, mask, a: d.exp() * (d.exp() <= 1.1),
-    }
+    weigh = lambda d, mask, a: keep(d, mask) * d.sum(1, keepdim=True).exp().clamp(max=1.1)  # noqa: E731
     bounds = f"{math.exp(-0.1)!r}_{math.exp(0.1)!r}"
     given = [
         f"algorithm.rollout_correction.{key}={value}"
@@ -321,7 +318,7 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     shape = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"]
     stock, repaired = host_config(*given, *shape), host_config(*given, *shape)
     done = set_correction(repaired, None)
-    truth = by_hand(engine, data, formulas["reinforce"])
+    truth = by_hand(engine, data, weigh)
     result: dict[str, Any] = {"done": done, "reinforce": {}}
     for name, config in {"stock": stock, "repaired": repaired}.items():
         found, metrics = engine.gradient(make_loss(driven(config), block_of()), data)
@@ -329,25 +326,6 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
         result["reinforce"][name] = {"error": relative(found, truth), "metrics": names}
     plain, _ = engine.gradient(partial(ppo_loss, config=driven(stock)), data)
     result["block_leaves_stock"] = relative(plain, engine.gradient(make_loss(driven(stock), block_of()), data)[0])
-    sections = {
-        "reinforce": {
-            "mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.1,
-            "reject": {"seq_mean_k1": [math.exp(-0.1), math.exp(0.1)]},
-        },
-        "mask": {"mode": "bypass", "loss": "reinforce", "level": "token", "bound": "mask", "upper": 1.1},
-    }  # fmt: skip
-    result["block"] = {}
-    for name, section in sections.items():
-        config = host_config(*shape)
-        block = block_of(correction=section)
-        set_correction(config, block.correction)
-        found, metrics = engine.gradient(make_loss(driven(config), block), data)
-        result["block"][name] = {
-            "error": relative(found, by_hand(engine, data, formulas[name])),
-            "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
-            "bypass": config.algorithm.rollout_correction.bypass_mode,
-            "gap": "rollout_corr/kl" in metrics,
-        }
     return result
 
 
