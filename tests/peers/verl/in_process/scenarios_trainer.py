@@ -236,7 +236,8 @@ def steps() -> dict[str, Any]:
             trainer._load_checkpoint()
         found["told"] = told
         found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
-        lines = Path(work, "mismatch", "metrics-000.jsonl").read_text().splitlines()
+        parts = sorted(Path(work, "mismatch").glob("metrics-*.jsonl"))
+        lines = [line for path in parts for line in path.read_text().splitlines()]
         found["kept"] = {path.name: read_rollouts(path) for path in Path(work, "mismatch").glob("evidence-*")}
         found["kept"] = {
             name: [[row.step, row.version, len(row.trainer_logprobs or ()), row.kept.reason] for row in log.responses if row.kept]
