@@ -177,13 +177,9 @@ def gap_sums(
         if means is not None and not bool(means[rows].all()):
             drawn = means[rows].to(mask.device).repeat_interleave(lengths[rows])
             of_means = _Tokens(mask=mask[places] & drawn, **chunk)
-        parts.append(
-            every.tails()
-            | of_means.means()
-            | of_means.blocks()
-            | of_means.profiles()
-            | of_means.sample(sample, generator)
-        )
+        found = every.tails()
+        found |= of_means.means() | of_means.blocks() | of_means.profiles()
+        parts.append(found | of_means.sample(sample, generator))
     return merged(*parts)
 
 
