@@ -1,6 +1,6 @@
 """What the parts of a run on many GPUs cost, unit by unit: driver, worker, agent loop, agreement, and records of your own loop.
 
-`python -m benchmarks scale` prints seconds of one processor core for each unit; of agreements and the driver, seconds that pass.
+`python -m benchmarks scale` prints seconds of one processor core for each unit; of agreements, seconds that pass.
 A step of 256 GPUs with 8,192 samples of 32,768 tokens and 48 MoE layers of 8 experts then follows by multiplication (`step_of`),
 beside what verl itself spends in the driver.
 """
@@ -93,6 +93,7 @@ def worker(sharing: int) -> tuple[float, float]:
             return count
 
     engine: Any = object.__new__(replay.EngineReplay)
+    engine._judged_marks = set()
     engine.config = SimpleNamespace(mode="R3")
     engine.layout = SimpleNamespace(layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=TOP_K)
     engine.weight_version, engine.takes_older = None, False
@@ -111,13 +112,14 @@ def worker(sharing: int) -> tuple[float, float]:
         proofs = replay.proofs_of(batch)
         if not judged:
             replay.other_than_recorded(proofs, replay.needed(batch))
-        engine.ingest(batch, 0, proofs, judged=judged, checks_ids=judged)  # an update's were checked by the pass before
+        engine.ingest(batch, 0, proofs, judged=judged)
         engine.piece(layout, list(range(count)))
 
     for name, stand_in in shared.items():
         setattr(replay, name, stand_in)
     try:
         scoring = best(lambda: one_pass(judged=True)) / count
+        engine._judged_marks = set(engine._marks)  # as that pass leaves it, for the update
         return scoring, best(lambda: one_pass(judged=False)) / count
     finally:
         for name, function in before.items():
@@ -315,9 +317,11 @@ def run(millions: float = 2.0, conversations: float = 30.0) -> list[dict[str, An
         loop, threads = min(agent_loop(turns) for _ in range(3))
         note(f"event loop, {turns} turns", loop, "a conversation of 32,768 tokens")
         note(f"event loop and its threads, {turns} turns", threads, "a conversation of 32,768 tokens")
-    driver = next(iter(bench_verl_scale.run((millions,))))
-    note("driver", driver["ours"], "a million tokens")
-    note("driver, verl's own metrics", driver["theirs"], "a million tokens")
+    whole = SAMPLES * TOKENS / 1e6
+    driver = next(iter(bench_verl_scale.run((millions,), whole)))
+    unit = f"a million tokens of {whole:.0f} million"
+    note("driver", driver["ours"], unit)
+    note("driver, verl's own metrics", driver["theirs"], unit)
     for name, seconds in step_of(units).items():
         note(f"{STEP}{name}", seconds, f"{SAMPLES:,} samples of {TOKENS:,} tokens")
     return rows

@@ -393,8 +393,13 @@ def masked_sums(kept_mask: Tensor, response_mask: Tensor) -> Sums:
     `kept_mask` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. The first quarter is the shortest.
     """
     mask = response_mask.bool()
-    lengths, left = mask.sum(1), (mask & kept_mask.bool()).sum(1)
-    lengths, left = lengths[lengths > 0].cpu(), left[lengths > 0].cpu()
+    return masked_sums_of(mask.sum(1), (mask & kept_mask.bool()).sum(1))
+
+
+def masked_sums_of(lengths: Tensor, left: Tensor) -> Sums:
+    """Return `masked_sums` from the tokens of each response, and those of them that keep a weight, both `[B]`."""
+    sampled = lengths > 0
+    lengths, left = lengths[sampled].cpu(), left[sampled].cpu()
     lengths, order = lengths.sort(stable=True)
     left = left[order]
     quarter = torch.arange(len(lengths)) * QUARTERS // max(len(lengths), 1)

@@ -4,13 +4,17 @@
     sums = merged(sums, others)  # any number of batches and ranks, see `mismatch_ext.sums`
     metrics = gap_metrics(sums)  # {"k3_kl": ..., "ess_seq": ..., ...}
 
+Of a large batch, the means may be those of some sequences (`rows_of_means`), with their standard errors. Largest values, and
+shares of tokens and sequences beyond a threshold, are always of all.
+
 The formulas of all metrics are in names.toml. Shapes: B sequences, T tokens, n unmasked tokens, m sequences that have one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -29,11 +33,15 @@ SATURATION = 600.0
 SERIES_BELOW = 1e-5
 # verl cuts log-ratios here before squaring them, so chi-square means the same in both.
 CHI2_CUT = 20.0
+# Of each row, in the order of `moments:rows`: its tokens, and the sums of what these are the means of.
+ROW_VARIABLES = ("tokens", "logp_abs_diff_mean", "kl", "k3_kl")
 PROFILES: dict[str, tuple[float, ...]] = {
     "position": (0.0, *(float(2**k) for k in range(18))),
     "probability": (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1),
 }
 """Edges of the bins of each profile; bin i covers edges[i] <= x < edges[i + 1], and the last bin includes its upper edge too."""
+MEANS_OF = 4_000_000
+"""Tokens of a batch above which the means are measured on a sample of its sequences, with about so many tokens."""
 SURE = 1e-4
 """Probability that a token leaves to all others, below which its log-odds are not counted: a float32 log-probability, whose error
 is about 1e-7, is then off by more than a thousandth of it."""
@@ -55,6 +63,30 @@ def k3(log_ratio: Tensor) -> Tensor:
     direct = torch.expm1(log_ratio.clamp(max=SATURATION)).sub_(log_ratio)
     series = log_ratio * log_ratio * (0.5 + log_ratio / 6)
     return torch.where(log_ratio.abs() < SERIES_BELOW, series, direct)
+
+
+def rows_of_means(lengths: Tensor, seed: int, tokens: int = MEANS_OF) -> Tensor:
+    """Return the sequences whose means `gap_sums` is to measure: a simple random sample if the batch has more than `tokens`.
+
+    The sequences are drawn without replacement, each with the same probability. Every process draws the same ones.
+
+    Args:
+        lengths: Tokens of each sequence `[B]`; one without tokens is never drawn.
+        seed: Seed of the choice.
+        tokens: Number of tokens that the sample has on average.
+
+    Returns:
+        Whether each sequence is in the sample `[B]`, bool.
+    """
+    present = (lengths > 0).nonzero()[:, 0].cpu()
+    whole = int(lengths.sum())
+    if whole <= tokens:
+        return torch.ones(len(lengths), dtype=torch.bool)
+    count = math.ceil(len(present) * tokens / whole)
+    order = torch.randperm(len(present), generator=torch.Generator().manual_seed(seed))
+    # Two, because the error of one cannot be estimated.
+    chosen = present[order[: max(count, 2)]]
+    return torch.zeros(len(lengths), dtype=torch.bool).index_fill_(0, chosen, True)
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
@@ -102,6 +134,7 @@ def gap_sums(
     rollout: Tensor,
     mask: Tensor,
     lengths: Tensor | None = None,
+    means: Tensor | None = None,
     sample: int = 0,
     seed: int = 0,
 ) -> Sums:
@@ -113,7 +146,8 @@ def gap_sums(
         mask: True, or 1, at the policy's own tokens `[B, T]`. The other places are not read. A token's position in the profile is
             its number among these tokens of its row, so that tokens of tools do not count.
         lengths: If the rows are concatenated without padding, `[R]` each, the places of each row `[B]`, which add up to R.
-        sample: Tokens that are kept for a scatter plot, drawn uniformly.
+        means: The sequences that means and profiles are of `[B]`, bool, as `rows_of_means` draws them; None for all.
+        sample: Tokens that are kept for a scatter plot, drawn uniformly from these sequences.
         seed: Seed of that choice; it must differ between batches and ranks.
 
     Returns:
@@ -137,10 +171,15 @@ def gap_sums(
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for rows, places in _chunks(lengths.tolist()):
-        tokens = _Tokens(
-            old=old[places], rollout=rollout[places], mask=mask[places], lengths=lengths[rows], first=rows.start
-        )
-        parts.append(tokens.sums() | tokens.blocks() | tokens.profiles() | tokens.sample(sample, generator))
+        chunk = {"old": old[places], "rollout": rollout[places], "lengths": lengths[rows], "first": rows.start}
+        every = _Tokens(mask=mask[places], **chunk)
+        of_means = every
+        if means is not None and not bool(means[rows].all()):
+            drawn = means[rows].to(mask.device).repeat_interleave(lengths[rows])
+            of_means = _Tokens(mask=mask[places] & drawn, **chunk)
+        found = every.tails()
+        found |= of_means.means() | of_means.blocks() | of_means.profiles()
+        parts.append(found | of_means.sample(sample, generator))
     return merged(*parts)
 
 
@@ -157,25 +196,26 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         Metrics without prefix; empty if no token was counted.
     """
     s = {name: value.item() for name, value in sums.items() if value.dim() == 0}
-    n, m = s["tokens"], s["sequences"]
+    n, m = s["mean_tokens"], s["mean_sequences"]
     if not n:
         return {}
-    return {
-        "tokens": n,
-        "sequences": m,
+    tokens, sequences = s["tokens"], s["sequences"]
+    metrics = {
+        "tokens": tokens,
+        "sequences": sequences,
         "logp_abs_diff_mean": s["abs"] / n,
         "logp_abs_diff_max": s["max:abs"],
         "kl": -s["d"] / n,
         "k3_kl": s["k3"] / n,
         **_robust_k3(sums["block_k3"], sums["block_tokens"]),
         **({"log_odds_abs_diff_mean": s["log_odds_abs"] / s["unsure"]} if s["unsure"] else {}),
-        "k3_saturated_frac": s["saturated"] / n,
-        "seq_k3_saturated_frac": s["seq_saturated"] / m,
+        "k3_saturated_frac": s["saturated"] / tokens,
+        "seq_k3_saturated_frac": s["seq_saturated"] / sequences,
         "seq_kl": -s["seq"] / m,
         "seq_k3_kl": s["seq_k3"] / m,
         "seq_logp_abs_diff_mean": s["seq_abs"] / m,
         "seq_logp_abs_diff_max": s["max:seq_abs"],
-        **{f"f_{tau:g}": s[f"f_{tau:g}"] / n for tau in TAUS},
+        **{f"f_{tau:g}": s[f"f_{tau:g}"] / tokens for tau in TAUS},
         "ess_token": math.exp(2 * s["logsumexp:d"] - s["logsumexp:2d"]) / n,
         "ess_seq": math.exp(2 * s["logsumexp:seq"] - s["logsumexp:2seq"]) / m,
         "chi2_token": s["r_squared"] / n - 1,
@@ -194,6 +234,30 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         "rollout_probs_pearson": _pearson(sums["moments:p"]),
         "support_truncated": float(support_truncated),
     }
+    if m < sequences:
+        metrics |= {"mean_tokens": n, **_standard_errors(sums["moments:rows"], sequences)}
+    return metrics
+
+
+def _standard_errors(rows: Tensor, sequences: float) -> dict[str, float]:
+    """Return the standard errors of means over tokens, from the moments of the sampled rows and the number of all rows.
+
+    A mean is a ratio R of two sums over rows, of values y and of tokens n. Its error is that of the mean of y - R n, divided by
+    the mean of n, for rows drawn without replacement (Cochran, Sampling Techniques, 1977, 6.4).
+    """
+    variables = len(ROW_VARIABLES)
+    count = float(rows[0])
+    means, products = rows[1 : 1 + variables], rows[1 + variables :].view(variables, variables)
+    if count < 2:
+        return {}
+    left_out = 1 - count / sequences
+    errors = {}
+    for at, name in enumerate(ROW_VARIABLES[1:], start=1):
+        ratio = means[at] / means[0]
+        squares = products[at, at] - 2 * ratio * products[at, 0] + ratio**2 * products[0, 0]
+        variance = float(squares.clamp(min=0)) / (count - 1)
+        errors[f"{name}_error"] = math.sqrt(left_out * variance / count) / float(means[0])
+    return errors
 
 
 def gap_profiles(sums: Sums) -> dict[str, dict[str, list[Any]]]:
@@ -240,39 +304,55 @@ class _Tokens:
                 raise non_finite(name, first + row, position, float(values[at]), len(broken), len(values))
         self.position = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[self.rows]
         self.d = self.old - self.rollout
-        self.abs, self.k3 = self.d.abs(), k3(self.d)
-        # Where both sides are sure, both log-odds are the same bound.
-        self.unsure = torch.minimum(self.old, self.rollout) < math.log1p(-SURE)
-        self.log_odds_abs = (log_odds(self.old) - log_odds(self.rollout)).abs()
-        self.q = self.rollout.exp()
-
-    def sums(self) -> Sums:
-        """Return the sums over tokens and over sequences."""
-        d, p, q = self.d, self.old.exp(), self.q
-        p_abs = (p - q).abs()
-        seq, old, rollout = (
-            self._per_row(d),
-            self._per_row(self.old) / self.length,
-            self._per_row(self.rollout) / self.length,
-        )
+        self.abs = self.d.abs()
+        self.p, self.q = self.old.exp(), self.rollout.exp()
+        self.p_abs = (self.p - self.q).abs()
+        self.seq = self._per_row(self.d)
         # From d, because the difference of the two means would lose the digits of a tiny gap.
-        diff = -seq / self.length
+        self.diff = -self.seq / self.length
+
+    @cached_property
+    def k3(self) -> Tensor:
+        """The k3 estimate of each token."""
+        return k3(self.d)
+
+    def tails(self) -> Sums:
+        """Return counts of tokens and sequences, their largest values, and how many are beyond a threshold."""
+        beyond = {f"f_{tau:g}": (self.abs > math.log(tau)).sum() for tau in TAUS}
+        return _fetched(
+            {
+                "tokens": torch.ones_like(self.d).sum(),
+                "saturated": (self.d > SATURATION).sum(),
+                **beyond,
+                "sequences": torch.ones_like(self.seq).sum(),
+                "seq_saturated": (self.seq > SATURATION).sum(),
+                "max:abs": _largest(self.abs),
+                "max:p_abs": _largest(self.p_abs),
+                "max:seq_abs": _largest(self.seq.abs()),
+                "max:log_ppl_diff": _largest(self.diff),
+                "max:-log_ppl_diff": _largest(-self.diff),
+            }
+        )
+
+    def means(self) -> Sums:
+        """Return the sums over tokens and over sequences that means are made from."""
+        d, seq, diff = self.d, self.seq, self.diff
+        # Where both sides are sure, both log-odds are the same bound.
+        unsure = torch.minimum(self.old, self.rollout) < math.log1p(-SURE)
+        old, rollout = (self._per_row(values) / self.length for values in (self.old, self.rollout))
         scalars = {
-            "tokens": torch.ones_like(d).sum(),
+            "mean_tokens": torch.ones_like(d).sum(),
             "abs": self.abs.sum(),
             "d": d.sum(),
             "k3": self.k3.sum(),
-            "log_odds_abs": self.log_odds_abs.sum(),
-            "unsure": self.unsure.sum(),
-            "saturated": (d > SATURATION).sum(),
+            "log_odds_abs": (log_odds(self.old) - log_odds(self.rollout)).abs().sum(),
+            "unsure": unsure.sum(),
             "r_squared": (2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
-            "p_abs": p_abs.sum(),
-            **{f"f_{tau:g}": (self.abs > math.log(tau)).sum() for tau in TAUS},
-            "sequences": torch.ones_like(seq).sum(),
+            "p_abs": self.p_abs.sum(),
+            "mean_sequences": torch.ones_like(seq).sum(),
             "seq": seq.sum(),
             "seq_abs": seq.abs().sum(),
             "seq_k3": k3(seq).sum(),
-            "seq_saturated": (seq > SATURATION).sum(),
             "seq_r_squared": (2 * seq.clamp(-CHI2_CUT, CHI2_CUT)).exp().sum(),
             "old_ppl": (-old).clamp(max=SATURATION).exp().sum(),
             "rollout_ppl": (-rollout).clamp(max=SATURATION).exp().sum(),
@@ -281,19 +361,15 @@ class _Tokens:
             "log_ppl_diff": diff.sum(),
             "log_ppl_abs_diff": diff.abs().sum(),
             "ppl_ratio": diff.clamp(max=SATURATION).exp().sum(),
-            "max:abs": _largest(self.abs),
-            "max:p_abs": _largest(p_abs),
-            "max:seq_abs": _largest(seq.abs()),
-            "max:log_ppl_diff": _largest(diff),
-            "max:-log_ppl_diff": _largest(-diff),
             "logsumexp:d": d.logsumexp(0),
             "logsumexp:2d": (2 * d).logsumexp(0),
             "logsumexp:seq": seq.logsumexp(0),
             "logsumexp:2seq": (2 * seq).logsumexp(0),
         }
-        # One transfer for all of them, because on an accelerator each separate one would wait for the device.
-        values = torch.stack([value.double() for value in scalars.values()]).cpu()
-        return {**dict(zip(scalars, values, strict=True)), "moments:p": moments(torch.stack([p, q])).cpu()}
+        # In the order of `ROW_VARIABLES`.
+        rows = torch.stack([self.length, self._per_row(self.abs), seq, self._per_row(self.k3)])
+        pairs = torch.stack([self.p, self.q])
+        return _fetched(scalars) | {"moments:p": moments(pairs).cpu(), "moments:rows": moments(rows).cpu()}
 
     def blocks(self) -> Sums:
         """Return the sums of k3 and of tokens by block of responses, for the median of means."""
@@ -328,13 +404,19 @@ class _Tokens:
         if not size:
             return {}
         keys = torch.rand(len(self.d), dtype=torch.float64, generator=generator)
-        chosen = keys.argsort()[:size]
+        chosen = keys.topk(min(size, len(keys)), largest=False).indices
         where = chosen.to(self.d.device)
         rows = torch.stack([keys[chosen], self.rollout[where].cpu(), self.old[where].cpu()], dim=1)
         return {"smallest:tokens": torch.nn.functional.pad(rows, (0, 0, 0, size - len(rows)), value=math.inf)}
 
     def _per_row(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.size).index_add_(0, self.rows, values)[self.present]
+
+
+def _fetched(scalars: Mapping[str, Tensor]) -> Sums:
+    """Return scalars as float64 on the CPU, by one transfer: on an accelerator each separate one would wait for the device."""
+    values = torch.stack([value.double() for value in scalars.values()]).cpu()
+    return dict(zip(scalars, values, strict=True))
 
 
 def _robust_k3(sums: Tensor, counts: Tensor) -> dict[str, float]:

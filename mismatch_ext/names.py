@@ -43,6 +43,7 @@ SHORT: tuple[str, ...] = tuple(_TABLES["short"])
 """Our metrics that consoles and loggers get by default, without prefix; the metrics file has all of them."""
 MEASURES = {name: Measure(**entry) for name, entry in _TABLES["gap"].items()}
 CORRECTION_MEASURES = {name: Measure(**entry) for name, entry in _TABLES["correction"].items()}
+SAMPLE_MEASURES: dict[str, str] = _TABLES["sample"]
 GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
 MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
 STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
@@ -50,7 +51,7 @@ ROUTING_MEASURES: dict[str, str] = _TABLES["routing"]
 OVER_UPDATES = {name: how for how, names in _TABLES["over_updates"].items() for name in names}
 """How values of several updates of one step become one, `sum` or `last`, by the last part of a metric's name."""
 MEANING = {name: measure.meaning for name, measure in (CORRECTION_MEASURES | MEASURES).items()}
-MEANING |= GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
+MEANING |= SAMPLE_MEASURES | GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
 """What each of our metrics is, by its name without prefix."""
 
 

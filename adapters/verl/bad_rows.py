@@ -34,11 +34,6 @@ def bad_rows(data: Any) -> list[bool]:
     return [bool(row.any()) for row in field.unbind()]
 
 
-def was_judged(data: Any, forward_only: bool) -> bool:
-    """Return whether an update is of rows that a scoring pass has judged: their routes need no second check of their ids."""
-    return not forward_only and bool(tu.get_non_tensor_data(data=data, key=JUDGED, default=False))
-
-
 def is_judged(data: Any, forward_only: bool) -> bool:
     """Return whether a pass is to say which rows are bad."""
     return forward_only and bool(tu.get_non_tensor_data(data=data, key=JUDGED, default=False))

@@ -27,7 +27,7 @@ from mismatch_ext.config import KlConfig
 from mismatch_ext.drift import drift_sums, of_one_version, token_versions
 from mismatch_ext.errors import RecordError
 from mismatch_ext.events import BAD_ROW_REASONS
-from mismatch_ext.gap import gap_sums
+from mismatch_ext.gap import MEANS_OF, gap_sums, rows_of_means
 from mismatch_ext.kl import kl_baseline, kl_sums
 from mismatch_ext.sums import Sums, merged
 
@@ -64,8 +64,10 @@ class Measured:
 
     lengths: Tensor  # tokens of each response that the policy itself sampled `[N]`, without bad rows if others are left
     truncated: Tensor  # whether each response, tools' tokens included, has reached the length limit `[N]`
+    tokens: Tensor  # sampled tokens of all rows of the batch, in its order
     gap: Sums | None = None  # of `gap_sums`; None if the trainer has scored nothing
     drift: Sums | None = None  # of `drift_sums`; None if versions are not measured apart
+    kl: Sums | None = None  # of `kl_sums`; None without a section
 
 
 def sampled_rows(batch: Any) -> list[int]:
@@ -101,70 +103,117 @@ class BadKeys:
         return torch.tensor([key in self for key in keys], dtype=torch.bool)
 
 
-def measure(
-    batch: Any, step: int, scoring: Scoring | None, bad: BadKeys, *, longest: int, sample: int = 0, seed: int = 0
-) -> Measured:
-    """Measure a batch of verl's keys whose fields are in its TransferQueue; `longest` is the limit of a response, tokens.
+def take_faults(batch: Any, step: int, bad: BadKeys) -> None:
+    """Add the rows to `bad` that the scoring pass found to be bad; fetches nothing if it found none."""
+    keys = list(batch.keys)
+    # Either all rows have the field or none, because workers agree on whether they return it.
+    if FAULT not in tq.get_client().kv_retrieve_meta(keys, batch.partition_id).field_names:
+        return
+    for first in range(0, len(keys), CHUNK):
+        part = keys[first : first + CHUNK]
+        data = tq.kv_batch_get(keys=part, partition_id=batch.partition_id, select_fields=[FAULT])
+        for key, numbers in zip(part, data[FAULT].unbind(), strict=True):
+            number = int(numbers.max())
+            if not number:
+                continue
+            reason = reason_of(number)
+            where = f"rollout {key} of step {step}"
+            bad.add(key, reason, f"{where}: {BAD_ROW_REASONS[reason]}. The log of the worker that scored it says more.")
 
-    Adds rows to `bad` that have a log-probability which is not finite, or that the scoring pass found to be bad. Bad rows are
-    left out of what is measured. `step` is for messages; `sample` and `seed` are those of `gap_sums`, the seed plus the chunk's
-    number. Raises RecordError for a field that is missing or too short.
+
+def measure(
+    batch: Any,
+    step: int,
+    scoring: Scoring | None,
+    bad: BadKeys,
+    *,
+    longest: int,
+    reference: bool = False,
+    kl: KlConfig | None = None,
+    sample: int = 0,
+    seed: int = 0,
+) -> Measured:
+    """Measure a batch of verl's keys whose fields are in its TransferQueue, in one loop over its rows.
+
+    Adds rows to `bad` that have a log-probability which is not finite. Bad rows are left out of what is measured. They stay in
+    the baseline of other rows, as their rewards stay in their groups' statistics.
+
+    Args:
+        batch: The keys.
+        step: The step, for messages, and the seed by which rows are drawn whose means are measured (`rows_of_means`).
+        scoring: The pass that scored the batch; None if there was none, and no gap.
+        bad: The bad rows that are known.
+        longest: The limit of a response, tokens.
+        reference: Whether a reference has scored the batch.
+        kl: The section whose KL is measured; if it has a leave-one-out baseline, that is put into the batch.
+        sample: That of `gap_sums`.
+        seed: That of `gap_sums`; the chunk's number is added.
+
+    Raises:
+        RecordError: A field is missing or too short.
     """
     names = [ROLLOUT, MASK]
     if scoring is not None:
-        names += [scoring.field, FAULT] if scoring.version is None else [scoring.field, FAULT, EXTRA]
-    tokens, places, gaps, drifts = [], [], [], []
-    for number, first in enumerate(range(0, len(batch.keys), CHUNK)):
-        rows = slice(first, first + CHUNK)
-        data = tq.kv_batch_get(keys=list(batch.keys[rows]), partition_id=batch.partition_id, select_fields=names)
-        chunk = _Chunk(data, batch.keys[rows], step)
-        tokens.append(chunk.tokens)
-        places.append(chunk.lengths)
+        names += [scoring.field] if scoring.version is None else [scoring.field, EXTRA]
+    if reference or kl is not None:
+        names += [REFERENCE]
+    if kl is not None and OLD not in names:
+        names += [OLD]
+    keys = list(batch.keys)
+    number_of = {key: number for number, key in enumerate(keys)}
+    # A row that verl added to fill the batch up is never drawn.
+    known = torch.tensor([0 if tag.get("is_padding") else int(tag.get("response_len", 0)) for tag in batch.tags])
+    means = rows_of_means(known, step, MEANS_OF)
+    has_baseline = kl is not None and kl.has_baseline
+    places, tokens = torch.zeros(len(keys), dtype=torch.int64), torch.zeros(len(keys), dtype=torch.int64)
+    gaps, drifts, kls = list[Sums](), list[Sums](), list[Sums]()
+    for number, together in enumerate(chunks(groups(keys) if has_baseline else [[key] for key in keys])):
+        rows = [number_of[key] for group in together for key in group]
+        chunk = _Chunk(batch, rows, names, step)
+        tokens[rows], places[rows] = chunk.tokens, chunk.lengths
         chunk.judge(ROLLOUT, "rollout_logprobs", bad)
-        if scoring is None:
-            continue
-        if scoring.field == SCORED:
-            data[SCORED] = response_from_nested(data[SCORED], data[MASK])
-        chunk.take_faults(bad)
-        chunk.judge(scoring.field, "old_logprobs", bad)
+        if scoring is not None:
+            chunk.cut(scoring.field)
+            chunk.judge(scoring.field, "old_logprobs", bad)
+        if reference or kl is not None:
+            chunk.judge(REFERENCE, "old_logprobs", bad)
         left_out = bad.flags(chunk.keys)
-        measured = chunk.sampled & ~left_out.repeat_interleave(chunk.lengths)
-        old, rollout = (data[name].values().float() for name in (scoring.field, ROLLOUT))
-        gaps.append(
-            gap_sums(old=old, rollout=rollout, mask=measured, lengths=chunk.lengths, sample=sample, seed=seed + number)
-        )
-        if scoring.version is not None:
-            drifts.append(_drift_of(data, batch.tags[rows], scoring, left_out))
-    sampled, limit = sampled_rows(batch), torch.cat(places) >= longest
-    good = [row for row in sampled if batch.keys[row] not in bad]
+        if scoring is not None:
+            gaps.append(chunk.gap(scoring.field, left_out, means=means[rows], sample=sample, seed=seed + number))
+            if scoring.version is not None:
+                drifts.append(chunk.drift(scoring, left_out))
+        if kl is not None:
+            kls.append(chunk.kl(left_out))
+            if has_baseline:
+                prompts = torch.tensor([place for place, group in enumerate(together) for _ in group])
+                chunk.put_baseline(kl, prompts, left_out)
+    sampled = sampled_rows(batch)
+    good = [row for row in sampled if keys[row] not in bad]
     # The rate's rule needs a length even if all rows are bad.
     kept = good or sampled
     return Measured(
-        lengths=torch.cat(tokens)[kept],
-        truncated=limit[kept],
+        lengths=tokens[kept],
+        truncated=places[kept] >= longest,
+        tokens=tokens,
         gap=merged(*gaps) if gaps else None,
         drift=merged(*drifts) if drifts else None,
+        kl=merged(*kls) if kls else None,
     )
 
 
-def judge_reference(batch: Any, step: int, bad: BadKeys) -> None:
-    """Add rows to `bad` whose log-probability of the reference is not finite; `step` is for messages."""
-    for first in range(0, len(batch.keys), CHUNK):
-        keys = batch.keys[first : first + CHUNK]
-        data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=[REFERENCE, MASK])
-        _Chunk(data, keys, step).judge(REFERENCE, "old_logprobs", bad)
-
-
 class _Chunk:
-    """Some rows of a batch, whose responses are one after the other."""
+    """Some rows of a batch, by number, whose responses are one after the other."""
 
-    def __init__(self, data: Any, keys: Sequence[str], step: int) -> None:
-        self._data, self.keys, self._step = data, keys, step
+    def __init__(self, batch: Any, rows: Sequence[int], names: Sequence[str], step: int) -> None:
+        self.keys = [batch.keys[row] for row in rows]
+        self._tags = [batch.tags[row] for row in rows]
+        self._partition, self._step = batch.partition_id, step
+        self._data = tq.kv_batch_get(keys=self.keys, partition_id=self._partition, select_fields=list(names))
         mask = self._field(MASK)
         self.lengths = mask.offsets().diff()  # places of each response, tools' tokens included
-        self.sampled = mask.values().bool()
+        self._sampled = mask.values().bool()
         self._ends = self.lengths.cumsum(0)
-        before = torch.nn.functional.pad(self.sampled.cumsum(0), (1, 0))
+        before = torch.nn.functional.pad(self._sampled.cumsum(0), (1, 0))
         self.tokens = before[self._ends] - before[self._ends - self.lengths]
 
     def _field(self, name: str) -> Any:
@@ -175,6 +224,20 @@ class _Chunk:
                 f"{MISSING.get(name, OF_VERLS_PASS)}"
             )
         return field
+
+    def _padded(self, name: str) -> Tensor:
+        padded: Tensor = self._field(name).to_padded_tensor(0)
+        return padded
+
+    def _counted(self, left_out: Tensor) -> Tensor:
+        """Return which places are measured `[R]`: sampled tokens of rows that are not left out."""
+        counted: Tensor = self._sampled & ~left_out.repeat_interleave(self.lengths)
+        return counted
+
+    def cut(self, name: str) -> None:
+        """Cut the scores of a pass to the responses, if verl has not."""
+        if name == SCORED:
+            self._data[name] = response_from_nested(self._field(name), self._field(MASK))
 
     def judge(self, name: str, reason: str, bad: BadKeys) -> None:
         """Call rows bad that have not a finite value for each sampled token; raises RecordError if a field's length is wrong."""
@@ -187,7 +250,7 @@ class _Chunk:
                 f"places in {MASK}; the agent loop must give one of each for every token of a response."
             )
         values = field.values()
-        broken = (~values.isfinite() & self.sampled).nonzero()[:, 0]
+        broken = (~values.isfinite() & self._sampled).nonzero()[:, 0]
         rows = torch.searchsorted(self._ends, broken, right=True)
         side = SIDES.get(name, "trainer")
         # The last place of a row is written first, so that the first one stays.
@@ -197,36 +260,61 @@ class _Chunk:
             where = f"rollout {self.keys[row]} of step {self._step}, token {token}"
             bad.add(self.keys[row], reason, f"{where}: the {side}'s log-probability is {float(values[place])}.")
 
-    def take_faults(self, bad: BadKeys) -> None:
-        """Call rows bad that the scoring pass found to be bad."""
-        field = self._data.get(FAULT, None)
-        if field is None:
-            return
-        for key, numbers in zip(self.keys, field.unbind(), strict=True):
-            if number := int(numbers.max()):
-                reason = reason_of(number)
-                where = f"rollout {key} of step {self._step}"
-                bad.add(
-                    key, reason, f"{where}: {BAD_ROW_REASONS[reason]}. The log of the worker that scored it says more."
-                )
+    def gap(self, name: str, left_out: Tensor, *, means: Tensor, sample: int, seed: int) -> Sums:
+        """Return `gap_sums` of the rows that are not left out, by the scores of a field."""
+        return gap_sums(
+            old=self._field(name).values().float(),
+            rollout=self._field(ROLLOUT).values().float(),
+            mask=self._counted(left_out),
+            lengths=self.lengths,
+            means=means,
+            sample=sample,
+            seed=seed,
+        )
+
+    def drift(self, scoring: Scoring, left_out: Tensor) -> Sums:
+        """Return `drift_sums` of the rows that are not left out, by the versions that sampled their tokens."""
+        assert scoring.version is not None
+        mask = self._padded(MASK).bool() & ~left_out[:, None]
+        fields = self._data.get(EXTRA, None)
+        # Without it the versions are unknown.
+        extra = [{}] * len(self.keys) if fields is None else fields.tolist()
+        segments = [
+            segments_of(row or {}, int(tag.get("prompt_len", 0)), places)
+            for row, tag, places in zip(extra, self._tags, self.lengths.tolist(), strict=True)
+        ]
+        versions = token_versions(segments, mask)
+        return drift_sums(
+            old=self._padded(scoring.field).float(),
+            rollout=self._padded(ROLLOUT).float(),
+            mask=mask,
+            versions=versions,
+            scoring=scoring.version,
+            comparable=of_one_version(versions, mask) if scoring.replayed else mask,
+        )
+
+    def kl(self, left_out: Tensor) -> Sums:
+        """Return `kl_sums` of the rows that are not left out."""
+        policy, reference = (self._field(name).values() for name in (OLD, REFERENCE))
+        return kl_sums(logprobs=policy, ref_logprobs=reference, mask=self._counted(left_out))
+
+    def put_baseline(self, section: KlConfig, prompts: Tensor, left_out: Tensor) -> None:
+        """Put each token's leave-one-out baseline into the batch; `prompts` are the rows' groups `[B]`."""
+        fields = {name: self._padded(name) for name in (OLD, REFERENCE, MASK, ROLLOUT)}
+        if left_out.any():
+            # Other rows' baselines depend on bad rows, as they are once their log-probabilities have been replaced.
+            fields[ROLLOUT], fields[OLD] = finite(fields[ROLLOUT], fields[OLD])
+            reference = fields[REFERENCE]
+            fields[REFERENCE] = torch.where(reference.isfinite(), reference, fields[OLD].to(reference))
+        baseline = response_to_nested(baseline_of(fields, section, prompts), self._field(MASK))
+        values = TensorDict({BASELINE: baseline}, batch_size=len(self.keys))
+        tq.kv_batch_put(keys=self.keys, partition_id=self._partition, fields=values)
 
 
-def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring, left_out: Tensor) -> Sums:
-    """Measure a chunk, without the rows that are left out, by the versions that sampled its tokens."""
-    assert scoring.version is not None
-    old, rollout = (data[name].to_padded_tensor(0.0).float() for name in (scoring.field, ROLLOUT))
-    mask = data[MASK].to_padded_tensor(0).bool() & ~left_out[:, None]
-    # Without it the versions are unknown.
-    extra = [{}] * len(tags) if (fields := data.pop(EXTRA, None)) is None else fields.tolist()
-    segments = [
-        segments_of(row or {}, int(tag.get("prompt_len", 0)), places)
-        for row, tag, places in zip(extra, tags, data[MASK].offsets().diff().tolist(), strict=True)
-    ]
-    versions = token_versions(segments, mask)
-    comparable = of_one_version(versions, mask) if scoring.replayed else mask
-    return drift_sums(
-        old=old, rollout=rollout, mask=mask, versions=versions, scoring=scoring.version, comparable=comparable
-    )
+def finite(rollout: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities where each that is not finite is the other side's, or 0 if neither is finite."""
+    of_rollout = torch.where(rollout.isfinite(), rollout, torch.where(old.isfinite(), old.to(rollout), 0.0))
+    return of_rollout, torch.where(old.isfinite(), old, of_rollout.to(old))
 
 
 def segments_of(extra: Mapping[str, Any], prompt: int, response: int) -> list[tuple[int | None, int]]:
@@ -246,46 +334,18 @@ def segments_of(extra: Mapping[str, Any], prompt: int, response: int) -> list[tu
     return [(span[0] if span[0] == span[1] and not within else None, 0)]
 
 
-def left_by_correction(batch: Any, bad: BadKeys) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield which tokens verl's correction keeps with a weight above 0, and which were sampled, `[B, T]` chunk by chunk.
-
-    Bad rows are left out.
-    """
-    good = [key for key in batch.keys if key not in bad]
-    for first in range(0, len(good), CHUNK):
-        keys = good[first : first + CHUNK]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, BEFORE, WEIGHTS])
-        if data.get(BEFORE, None) is None:
-            raise RecordError(
-                f"rollouts {keys[0]} to {keys[-1]} have no {BEFORE}, so that nobody can say what the correction rejected. Put "
-                "it into the batch beside response_mask, as verl's agent loops do."
-            )
-        kept, sampled = data[MASK].to_padded_tensor(0).bool(), data[BEFORE].to_padded_tensor(0).bool()
-        if (weights := data.get(WEIGHTS, None)) is not None:
+def left_by_correction(batch: Any) -> Tensor:
+    """Return how many tokens of each row verl's correction keeps with a weight above 0 `[B]`."""
+    left = []
+    for first in range(0, len(batch.keys), CHUNK):
+        keys = list(batch.keys[first : first + CHUNK])
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, WEIGHTS])
+        kept = data[MASK].to_padded_tensor(0).bool()
+        weights = data.get(WEIGHTS, None)
+        if weights is not None:
             kept = kept & (weights.to_padded_tensor(0.0) != 0)
-        yield kept, sampled
-
-
-def measure_kl(batch: Any, section: KlConfig, bad: BadKeys) -> Sums:
-    """Return `kl_sums` of a batch without its bad rows; put its leave-one-out baseline into the batch if the section has one.
-
-    Bad rows stay in the baseline of other rows, as their rewards stay in their groups' statistics.
-    """
-    names = [OLD, REFERENCE, MASK, *([ROLLOUT] if section.has_baseline and section.ratio != "none" else [])]
-    nothing = torch.zeros(0)
-    sums = [kl_sums(logprobs=nothing, ref_logprobs=nothing, mask=nothing)]
-    for chunk in chunks(groups(batch.keys)):
-        keys = [key for group in chunk for key in group]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
-        responses, padded = data[MASK], data.to_padded_tensor()
-        measured = padded[MASK].bool() & ~bad.flags(keys)[:, None]
-        sums.append(kl_sums(logprobs=padded[OLD], ref_logprobs=padded[REFERENCE], mask=measured))
-        if section.has_baseline:
-            prompts = torch.tensor([number for number, group in enumerate(chunk) for _ in group])
-            values = {BASELINE: response_to_nested(baseline_of(padded, section, prompts), responses)}
-            fields = TensorDict(values, batch_size=len(keys))
-            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
-    return merged(*sums)
+        left.append(kept.sum(1))
+    return torch.cat(left)
 
 
 def baseline_of(fields: Any, section: KlConfig, prompts: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from mismatch_ext.adapters.verl.bad_rows import (
     is_judged,
     number_of,
     warn_of_first,
-    was_judged,
 )
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
@@ -149,6 +148,8 @@ class EngineReplay(RouteReplay):
         # Of each sample of the batch, in this process's memory: verl's micro-batches would carry them whole to each device.
         self._routes: list[Tensor | None] = []
         self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
+        self._marks: list[int | None] = []  # of each sample of the batch what `_mark` returns; None without routes
+        self._judged_marks: set[int] = set()  # the marks of samples whose ids the last judged pass has checked
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
         self._prepared = 0  # samples of the batch whose passes have begun
@@ -180,12 +181,16 @@ class EngineReplay(RouteReplay):
                 others = altered(data) if not records or data.get(FIELD, None) is not None else {}
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
-                checks_ids = not was_judged(data, forward_only)
-                run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged, checks_ids=checks_ids)
+                if judged:
+                    self._judged_marks = set()
+                run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
         if self._reports and not any_others:
             self._share_faults(run[SAMPLES])
+        if judged:
+            pairs = zip(self._marks, run[SAMPLES][:, 3].tolist(), strict=True)
+            self._judged_marks = {mark for mark, fault in pairs if mark is not None and not fault}
         warn_of_first(self._faults)
         if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
@@ -291,20 +296,23 @@ class EngineReplay(RouteReplay):
         proofs: Sequence[tuple[int, bool]],
         *,
         judged: bool = False,
-        checks_ids: bool = True,
     ) -> Tensor:
         """Check the routes of a batch's samples, keep them for `piece`, and return the field `SAMPLES` of a batch to run.
 
-        `proofs` says of each sample what `proven` does, and `checks_ids` whether no earlier pass has checked the ids. If the
-        pass is judged, samples whose routes are wrong are bad, unless that is true of all; otherwise raises RoutingError.
+        `proofs` says of each sample what `proven` does. Ids that the last judged pass of this rank has checked are left to the
+        device that replays them. If the pass is judged, samples whose routes are wrong are bad, unless that is true of all;
+        otherwise raises RoutingError.
         """
         # Ranks that share rows have the same samples, and each checks the ids of its own part of them.
         sharing, place = get_ulysses_sequence_parallel_world_size(), get_ulysses_sequence_parallel_rank()
         samples = []
         kept: list[Tensor | None] = []
+        arrays = routes(data)
+        pairs = zip(data["input_ids"].unbind(), arrays, strict=True)
+        self._marks = [_mark(ids, array) if _is_trace(array) else None for ids, array in pairs]
         wrong: dict[int, RoutingError] = {}
         rows = zip(
-            routes(data),
+            arrays,
             lengths(data),
             proofs,
             needed(data),
@@ -320,7 +328,9 @@ class EngineReplay(RouteReplay):
                 samples.append((0, False, True, 0, row))
                 continue
             try:
-                sample = _Sample(array, tokens, proof, count, name, checks_ids=checks_ids and row % sharing == place)
+                is_mine = row % sharing == place
+                is_checked = self._marks[row] in self._judged_marks
+                sample = _Sample(array, tokens, proof, count, name, checks_ids=is_mine and not is_checked)
                 recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
                 if not judged:
@@ -440,6 +450,11 @@ def lengths(data: Any) -> list[int]:
 
 def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
     return array is not None and array.dim() == 3 and not array.is_floating_point()
+
+
+def _mark(ids: Tensor, array: Tensor) -> int:
+    """Return a number for a sample by its token ids, and by one in 64 rows of its routes."""
+    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].cpu().numpy().tobytes()))
 
 
 def proofs_of(data: Any) -> list[tuple[int, bool]]:

@@ -27,6 +27,7 @@ from mismatch_ext.names import (
     MITIGATION_MEASURES,
     PREFIX,
     ROUTING_MEASURES,
+    SAMPLE_MEASURES,
     Role,
 )
 from mismatch_ext.states import to_json
@@ -226,7 +227,14 @@ def test_a_built_in_rule_is_about_a_metric_that_there_is_and_says_why(name: str)
     rule = DEFAULTS[name]
     assert rule.source and rule.meaning and rule.advice
     short = name.removeprefix(PREFIX)
-    ours = {*MEASURES, *CORRECTION_MEASURES, *GROWTH_MEASURES, *MITIGATION_MEASURES, *ROUTING_MEASURES}
+    ours = {
+        *MEASURES,
+        *CORRECTION_MEASURES,
+        *SAMPLE_MEASURES,
+        *GROWTH_MEASURES,
+        *MITIGATION_MEASURES,
+        *ROUTING_MEASURES,
+    }
     assert short in ours or name in {*Role} or name in {measure.trl for measure in MEASURES.values()}
 
 

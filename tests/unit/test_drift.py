@@ -152,11 +152,11 @@ def test_versions_that_are_ahead_are_refused() -> None:
 def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     given = stream(numerics=2e-3, drift=5e-2)
     plain, followed = (RunLog(MismatchConfig(), tmp_path / name, info=dict, step=lambda: 0) for name in "ab")
-    followed.follow_versions()
+    followed.sums.follows_versions = True
     for one in (plain, followed):
-        one.observe("train", old=given.old, rollout=given.rollout, mask=given.mask)
-    assert followed.follows_versions and not plain.follows_versions
-    followed.add_drift(given.sums())
+        one.sums.add_gap("train", old=given.old, rollout=given.rollout, mask=given.mask)
+    assert followed.sums.follows_versions and not plain.sums.follows_versions
+    followed.sums.add("train", "drift", given.sums())
     total, both = plain.flush("train", 1), followed.flush("train", 1)
     assert {name: both[name] for name in total} == total
     assert not any("numerics" in name or "stale" in name for name in total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal, getcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from mismatch_ext.gap import (
     k3,
     log_odds,
     median_of_means,
+    rows_of_means,
 )
 from mismatch_ext.names import MEASURES
 from mismatch_ext.sums import merged
@@ -323,3 +325,71 @@ def test_generated_pages_are_current() -> None:
         assert drawn == draw(), f"run python docs/generate.py ({name})"
     missing = [check for _, _, check, _ in generate["ROLLOUT"] if not (ROOT / "mismatch_ext" / check).is_file()]
     assert not missing, "files that the picture of a rollout names"
+
+
+def of_many_rows(seed: int) -> dict[str, Any]:
+    """Return a batch of 400 rows of unequal lengths, whose gaps have heavy tails and differ between rows."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 60, (400,), generator=generator)
+    scale = (0.5 * torch.randn(400, generator=generator, dtype=torch.float64)).exp().repeat_interleave(lengths)
+    places = int(lengths.sum())
+    # Student's t with five degrees of freedom: a fourth moment is the highest that there is.
+    normal, *others = torch.randn(6, places, generator=generator, dtype=torch.float64)
+    gap = 0.01 * scale * normal / (torch.stack(others).square().mean(0)).sqrt()
+    rollout = -2 * torch.rand(places, generator=generator, dtype=torch.float64)
+    mask = torch.rand(places, generator=generator) < 0.9
+    return {"old": rollout + gap, "rollout": rollout, "mask": mask, "lengths": lengths}
+
+
+def test_means_of_a_sample_of_rows_are_within_the_error_that_they_state() -> None:
+    covered: dict[str, list[bool]] = {"logp_abs_diff_mean": [], "kl": [], "k3_kl": []}
+    squares: list[float] = []
+    for seed in range(100):
+        batch = of_many_rows(seed)
+        whole = gap_metrics(gap_sums(**batch))
+        means = rows_of_means(batch["lengths"], seed, tokens=3000)
+        sampled = gap_metrics(gap_sums(**batch, means=means))
+        assert sampled["mean_tokens"] < whole["tokens"] == sampled["tokens"]
+        for name, hits in covered.items():
+            error, stated = sampled[name] - whole[name], sampled[f"{name}_error"]
+            hits.append(abs(error) <= 2 * stated)
+            if name == "logp_abs_diff_mean":
+                squares.append((error / stated) ** 2)
+    # Two errors cover 95 % of a normal distribution; outliers that a sample lacks make the error of k3 too small.
+    shares = {name: sum(hits) / len(hits) for name, hits in covered.items()}
+    assert shares["logp_abs_diff_mean"] >= 0.9 and shares["kl"] >= 0.9 and shares["k3_kl"] >= 0.75, shares
+    # An error that is stated too large would cover everything.
+    mean = sum(squares) / len(squares)
+    assert 0.75 < mean < 1.5, mean
+
+
+def test_tails_and_broken_values_are_found_outside_of_the_sample() -> None:
+    batch = of_many_rows(0)
+    means = rows_of_means(batch["lengths"], 0, tokens=3000)
+    row = int((~means).nonzero()[3])
+    place = int(batch["lengths"][:row].sum())
+    batch["mask"][place] = True
+    whole, before = gap_metrics(gap_sums(**batch)), gap_metrics(gap_sums(**batch, means=means))
+    tails = ("tokens", "sequences", "k3_saturated_frac", "seq_k3_saturated_frac", "f_1.1", "f_2", "log_ppl_diff_min")
+    tails += ("logp_abs_diff_max", "seq_logp_abs_diff_max", "rollout_probs_diff_max", "log_ppl_diff_max")
+    assert [before[name] for name in tails] == [whole[name] for name in tails]
+    batch["old"][place] = batch["rollout"][place] + 700.0
+    after = gap_metrics(gap_sums(**batch, means=means))
+    assert after["logp_abs_diff_max"] == pytest.approx(700.0) and after["seq_logp_abs_diff_max"] > 690
+    assert after["k3_saturated_frac"] == 1 / after["tokens"] and after["f_2"] > before["f_2"]
+    assert after["logp_abs_diff_mean"] == before["logp_abs_diff_mean"]
+    batch["old"][place] = math.nan
+    with pytest.raises(NonFiniteLogprobError, match=rf"old_logprobs\[{row}, 0\]"):
+        gap_sums(**batch, means=means)
+
+
+def test_a_sample_of_rows_is_drawn_alike_everywhere_and_has_about_as_many_tokens() -> None:
+    lengths = torch.tensor([0, 30, 10, 0, 20] * 40)
+    assert rows_of_means(lengths, 1, tokens=2400).all()  # no more than that
+    drawn = rows_of_means(lengths, 1, tokens=600)
+    assert torch.equal(drawn, rows_of_means(lengths, 1, tokens=600))
+    assert not torch.equal(drawn, rows_of_means(lengths, 2, tokens=600))
+    assert not drawn[lengths == 0].any() and int(drawn.sum()) == 30
+    chances = torch.stack([rows_of_means(lengths, seed, tokens=600) for seed in range(400)]).double().mean(0)
+    of_lengths = [float(chances[lengths == length].mean()) for length in (10, 20, 30)]
+    assert of_lengths == pytest.approx([0.25] * 3, abs=0.01)

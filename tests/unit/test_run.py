@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ from mismatch_ext.adapters.transformers.side import TrainedModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mismatch_ext import Run
+from mismatch_ext import Run, loop
 from mismatch_ext.closing import closing_lines
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
@@ -563,3 +565,22 @@ def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
             run.kl(part, logprobs=run.score(part), reference=reference[:1])
         of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
         run.kl(of_one_prompt, logprobs=run.score(of_one_prompt), reference=reference[: len(of_one_prompt)])
+
+
+class Waits(TorchFunctionMode):
+    """Counts the calls that would wait for a device."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in ("cpu", "item", "tolist", "__float__", "__bool__")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_gradients_waits_for_the_device_once() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full((3,), float(number))
+    with Waits() as waits:
+        norm = loop._grad_norm(torch.optim.SGD(parameters, lr=1.0), None)
+    assert norm == pytest.approx(math.sqrt(3 * (1 + 4 + 9 + 16))) and waits.count == 1

@@ -16,7 +16,7 @@ import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.bad_rows import BAD, marks
 from mismatch_ext.adapters.verl.loss import WEIGHTS
-from mismatch_ext.adapters.verl.measure import BEFORE, MASK, OLD, REFERENCE, ROLLOUT, BadKeys
+from mismatch_ext.adapters.verl.measure import BEFORE, MASK, OLD, REFERENCE, ROLLOUT, BadKeys, finite
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -45,12 +45,6 @@ def replace_non_finite(batch: Any, bad: BadKeys) -> None:
         rows = zip(given.unbind(), old, strict=True)
         fields[REFERENCE] = _nested([torch.where(row.isfinite(), row, policy.to(row)) for row, policy in rows])
     _put(batch, keys, fields)
-
-
-def finite(rollout: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of a row `[T]` where each that is not finite is the other side's, or 0 if neither is finite."""
-    of_rollout = torch.where(rollout.isfinite(), rollout, torch.where(old.isfinite(), old.to(rollout), 0.0))
-    return of_rollout, torch.where(old.isfinite(), old, of_rollout.to(old))
 
 
 def renormalize(batch: Any, bad: BadKeys, level: str) -> None:

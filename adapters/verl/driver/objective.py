@@ -1,4 +1,4 @@
-"""The driver's share of the KL: coefficient and baseline of each batch, and the penalty among verl's rewards."""
+"""The driver's share of the KL: coefficient of each batch, and the penalty among verl's rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from mismatch_ext.adapters.verl.config import coefficient
 from mismatch_ext.adapters.verl.loss import COEF
-from mismatch_ext.adapters.verl.measure import BadKeys, measure_kl
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from omegaconf import DictConfig
 
@@ -15,6 +14,7 @@ from mismatch_ext.errors import PatchError
 from mismatch_ext.kl import KlTerm, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch, apply
+from mismatch_ext.sums import Sums
 
 
 class DriverKl:
@@ -27,9 +27,8 @@ class DriverKl:
         self.patches: tuple[Patch, ...] = (KL_IN_REWARDS.calling(self._penalize),) if section.in_rewards else ()
         apply(*self.patches)
 
-    def prepare(self, batch: Any, step: int, bad: BadKeys) -> dict[str, float]:
-        """Fix the coefficient and the baseline of a batch before its advantages, and return what to log."""
-        sums = measure_kl(batch, self.term.config, bad)
+    def prepare(self, sums: Sums, step: int) -> dict[str, float]:
+        """Fix the coefficient of a batch before its advantages, by `kl_sums` of it, and return what to log."""
         # While the critic alone is updated, the policy stands still, whatever its coefficient.
         learns = int(self._config.trainer.critic_warmup) <= step
         self.term.begin()

@@ -1,7 +1,7 @@
 """verl's PPO trainer with the `mismatch:` block, in each of verl's modes; `modes.py` combines it with verl's class of a mode.
 
-Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
-`_compute_advantage` (correction, KL) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
+Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (bad rows) ->
+`_compute_advantage` (the gap, KL, correction) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
 `_compute_metrics` (loggers, run directory, alarms) -> checkpoints, and how a run ends.
 """
 
@@ -38,10 +38,10 @@ from mismatch_ext.adapters.verl.measure import (
     BadKeys,
     Measured,
     Scoring,
-    judge_reference,
     left_by_correction,
     measure,
     sampled_rows,
+    take_faults,
 )
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
 from mismatch_ext.adapters.verl.replay import NATIVE
@@ -52,7 +52,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks, FailedCheck
-from mismatch_ext.config import MismatchConfig, Trigger
+from mismatch_ext.config import KlConfig, MismatchConfig, Trigger
+from mismatch_ext.correction import masked_sums_of
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog
@@ -101,7 +102,7 @@ class MismatchTrainer(_Host):
         self._measured: Measured | None = None  # of the batch that the next update learns from
         self._bad: BadKeys | None = None  # the bad rows of that batch
         self._judged_batch: StoredBatch | None = None  # that batch, as evidence
-        self._has_judged = False  # whether the pass that scored it has judged its routes
+        self._has_reference = False  # whether the reference has scored that batch
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
@@ -213,9 +214,9 @@ class MismatchTrainer(_Host):
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Score the batch as verl does, then measure the gap to the engine's log-probabilities.
+        """Score the batch as verl does; its rows are checked before and after the pass.
 
-        Before and after the pass its rows are checked. If the config acts, bad rows get no part in any loss.
+        If the config acts, bad rows get no part in any loss.
         """
         held = self._held(batch)
         with self._checks.checking("rollouts"):
@@ -231,10 +232,9 @@ class MismatchTrainer(_Host):
         scored = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         for one in (batch, scored):
             one.extra_info.pop(JUDGED, None)
-        self._has_judged = judges and not bypasses(self.config)  # in bypass mode verl takes no pass
-        self._measured = None
-        with self._checks.checking("gap"), self._log.holding("train", held):
-            self._measure_gap(scored, bad)
+        self._has_reference = False
+        if judges:
+            take_faults(scored, self.global_steps, bad)
         if bad and self._checks.acts:
             mark(scored, bad)
         # A further pass would score with weights that an update has changed.
@@ -272,23 +272,42 @@ class MismatchTrainer(_Host):
             settings=processes.trainer_settings,
         )
 
-    def _measure_gap(self, batch: Any, bad: BadKeys) -> None:
-        """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
-        if bypasses(self.config):
-            self._measured = self._measure(batch, None, bad)
-            return
-        # The weights that score are those of the last weight update.
-        version = self.global_steps - 1 if self._log.sums.follows_versions else None
-        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes), bad)
-        assert measured.gap is not None
-        self._log.sums.add("train", "gap", measured.gap)
+    def _measure_scored(self, batch: Any, bad: BadKeys) -> Measured:
+        """Measure a batch that verl's passes have scored; in bypass mode the trainer has none, and there is no gap."""
+        scoring = None
+        if not bypasses(self.config):
+            # The weights that score are those of the last weight update.
+            version = self.global_steps - 1 if self._log.sums.follows_versions else None
+            scoring = Scoring(field=OLD, version=version, replayed=self._has_routes)
+        section = None if self._kl is None else self._kl.term.config
+        measured = self._measure(batch, scoring, bad, reference=self._has_reference, kl=section)
+        if measured.gap is not None:
+            self._log.sums.add("train", "gap", measured.gap)
         if measured.drift is not None:
             self._log.sums.add("train", "drift", measured.drift)
-        self._measured = measured
+        return measured
 
-    def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys) -> Measured:
-        longest = int(self.config.actor_rollout_ref.rollout.response_length)
-        return measure(batch, self.global_steps, scoring, bad, longest=longest, **self._log.sums.draw())
+    def _measure(
+        self,
+        batch: Any,
+        scoring: Scoring | None,
+        bad: BadKeys,
+        *,
+        reference: bool = False,
+        kl: KlConfig | None = None,
+    ) -> Measured:
+        drawn = self._log.sums.draw()
+        return measure(
+            batch,
+            self.global_steps,
+            scoring,
+            bad,
+            longest=int(self.config.actor_rollout_ref.rollout.response_length),
+            reference=reference,
+            kl=kl,
+            sample=drawn["sample"],
+            seed=drawn["seed"],
+        )
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -317,9 +336,7 @@ class MismatchTrainer(_Host):
         else:
             with without_routes(batch, self._block.routing):
                 batch = super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
-        assert self._bad is not None
-        with self._checks.checking("gap"):
-            judge_reference(batch, self.global_steps, self._bad)
+        self._has_reference = True
         return batch
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -327,33 +344,45 @@ class MismatchTrainer(_Host):
             return super()._compute_values(batch, metrics, *args, **kwargs)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards.
+        """Measure the batch, compute advantages as verl does, and count what verl's correction discards.
 
         Bad rows leave the losses afterwards, so that they stay in the statistics of their groups.
         """
-        bad = self._bad
+        bad, held = self._bad, self._judged_batch
         assert bad is not None
-        # All passes are over: nothing more can make a row bad.
-        self._log.count_bad_rows("train", bad.rows, self._judged_batch)
+        assert held is not None
+        # All passes are over: nothing but what is measured now can make a row bad.
+        self._measured = None
+        with self._checks.checking("gap"), self._log.holding("train", held):
+            self._measured = self._measure_scored(batch, bad)
+        self._log.count_bad_rows("train", bad.rows, held)
         if bad and self._checks.acts:
             mark(batch, bad)
             replace_non_finite(batch, bad)
         if self._kl is not None:
-            metrics.update(self._kl.prepare(batch, self.global_steps, bad))
+            assert self._measured is not None
+            assert self._measured.kl is not None
+            metrics.update(self._kl.prepare(self._measured.kl, self.global_steps))
         batch = super()._compute_advantage(batch, metrics, *args, **kwargs)
         if self._kl is not None:
             self._kl.check_penalized()
         correction = self.config.algorithm.get("rollout_correction")
-        if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
+        if self._measured is not None and self._corrects(correction):
             with self._checks.checking("correction"):
-                if not bypasses(self.config):
-                    for kept, sampled in left_by_correction(batch, bad):
-                        self._log.mask("train", kept, sampled)
+                good = ~bad.flags(batch.keys)
+                sampled, left = self._measured.tokens, left_by_correction(batch)
+                self._log.sums.add("train", "masked", masked_sums_of(sampled[good], left[good]))
         if bad and self._checks.acts:
             if self._normalizes(correction):
                 renormalize(batch, bad, str(correction.rollout_is))
             take_out(batch, bad, str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode))
         return batch
+
+    def _corrects(self, correction: Any) -> bool:
+        """Return whether verl's driver rejects tokens of a batch, or weighs them."""
+        if correction is None or bypasses(self.config):
+            return False
+        return bool(correction.get("rollout_rs") or correction.get("rollout_is"))
 
     def _normalizes(self, correction: Any) -> bool:
         """Return whether verl has divided the weights of a batch by their mean."""
@@ -384,10 +413,7 @@ class MismatchTrainer(_Host):
         if self._kl is not None:
             self._kl.send(batch)
         if not self._trains_on_nothing:
-            if self._has_judged:
-                batch.extra_info[JUDGED] = True
             batch = super()._update_actor(batch, metrics, *args, **kwargs)
-            batch.extra_info.pop(JUDGED, None)
             self._actor_updated = True
         under_our_names(metrics)
         if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows

@@ -149,6 +149,11 @@ def test_an_update_without_routes_is_refused_in_r2_too(replayed: Result) -> None
     assert replayed["r2_lost"].startswith("RoutingError: the batch of 4 samples has no 'routed_experts'")
 
 
+def test_ids_of_an_update_are_checked_unless_this_rank_has_judged_its_routes(replayed: Result) -> None:
+    assert replayed["r2_range"].startswith("RoutingError: request 1 of rank 0's mini-batch, row 2, layer 1")
+    assert "expert id 16" in replayed["r2_range"]
+
+
 def test_the_report_says_what_is_replayed(replayed: Result) -> None:
     report = replayed["report"]
     assert report["moe"] == {"family": "qwen3_moe", "layers": [0, 1], "num_experts": 16, "top_k": 4}
@@ -189,8 +194,9 @@ def test_routes_recorded_in_reordered_micro_batches_come_back_in_the_order_of_th
         ("layer", "request 3 of rank 0's mini-batch (uid d), layer 1", "all expert ids are zero"),
         ("tool_answer_short", "request 0 of rank 0's mini-batch (uid a)", "depends on the first 9"),
         ("gone", "the batch of 4 samples", "no 'routed_experts'"),
-        # Of samples that a pass before has judged, the device that replays them checks the ids.
+        # Of samples that this rank has judged in the pass before, the device that replays them checks the ids.
         ("range_judged", "layer 1 of the routing trace is [16", "allowed: distinct ids from 0 to 15"),
+        ("first_judged", "request 1 of rank 0's mini-batch (uid b), row 0, layer 1", "expert id 16"),
         ("short_judged", "request 0 of rank 0's mini-batch (uid a)", "11 rows for 14 tokens"),
         ("swapped", "layer", "chance is 25%"),
     ],

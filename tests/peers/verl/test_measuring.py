@@ -39,6 +39,14 @@ def test_chunks_are_the_whole(run: Run) -> None:
     assert found["unscored"] == [None, found["tokens"]]
 
 
+def test_means_of_a_large_batch_are_those_of_a_sample_and_every_row_is_judged(run: Run) -> None:
+    found = run(scenarios.of_a_sample).expect()
+    assert same(found["found"], found["expected"]) and "k3_kl_error" in found["found"]
+    assert found["drawn"] < 6 and found["found"]["mean_tokens"] < found["found"]["tokens"]
+    (fault,) = found["bad"]
+    assert fault[0] == "old_logprobs" and fault[1].startswith(f"rollout {found['left']} of step 4, token 0")
+
+
 def test_rows_with_values_that_are_no_logprobs_are_bad_and_left_out(run: Run) -> None:
     found = run(scenarios.unfit).expect()
     for case, reason, message in (
@@ -113,15 +121,16 @@ def test_each_token_is_measured_by_its_version(run: Run) -> None:
 
 def test_kl_and_baseline_do_not_depend_on_chunks(run: Run) -> None:
     found = run(scenarios.kl).expect()
-    whole, parts = found["whole"], found["one by one"]
-    assert whole["error"] < 1e-9 and parts["error"] < 1e-9
-    assert whole["baseline"] == [pytest.approx(row, rel=1e-6) for row in parts["baseline"]]
+    whole = found["whole"]
+    for case in found.values():
+        assert case["error"] < 1e-9 and case["lengths"] == whole["lengths"]
+        assert whole["baseline"] == [pytest.approx(row, rel=1e-6) for row in case["baseline"]]
+        assert case["fetched"] == len(case["baseline"])  # one loop measures gap, reference, KL and baseline
     assert any(value for row in whole["baseline"] for value in row)
 
 
 def test_what_a_correction_discards_is_counted(run: Run) -> None:
-    plain, weighted, unknown = run(scenarios.discarded).expect()
-    assert unknown.startswith("RecordError: rollouts prompt_0_0 to prompt_2_0 have no loss_mask")
+    plain, weighted = run(scenarios.discarded).expect()
     sampled = plain[1]
     assert sampled[4] == 0 and all(count for row, count in enumerate(sampled) if row != 4)
     assert plain[0] == [0 if row == 1 else count for row, count in enumerate(sampled)]

@@ -71,8 +71,8 @@ def judged(given: Queue) -> tuple[Any, BadKeys]:
     measure.tq = bad_keys.tq = batch_checks.tq = given  # type: ignore[assignment]
     keys = keys_of(given)
     bad = BadKeys(keys)
-    measure.measure(keys, 1, Scoring(), bad, longest=99)
-    measure.judge_reference(keys, 1, bad)
+    measure.take_faults(keys, 1, bad)
+    measure.measure(keys, 1, Scoring(), bad, longest=99, reference=True)
     return keys, bad
 
 
@@ -196,7 +196,8 @@ def marked() -> dict[str, Any]:
     padded = [nested(given.rows[name]).to_padded_tensor(0.0) for name in (OLD, "ref_log_prob", "response_mask")]
     logprobs, ref_logprobs, mask = padded
     mask[2] = 0
-    sums = measure.measure_kl(keys, KlConfig(coef=1.0), bad)
+    sums = measure.measure(keys, 1, Scoring(), bad, longest=99, reference=True, kl=KlConfig(coef=1.0)).kl
+    assert sums is not None
     expected = kl_sums(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     return {
         "bad": told(bad),
@@ -237,14 +238,6 @@ class Routes(Queue):
         chosen = [self.keys.index(key) for key in keys]
         there = [name for name in select_fields if all(self.rows[name][row] is not None for row in chosen)]
         return super().kv_batch_get(keys, partition_id, there)
-
-    def get_client(self) -> Any:
-        return self
-
-    def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
-        chosen = [self.keys.index(key) for key in keys]
-        names = [name for name, rows in self.rows.items() if all(rows[row] is not None for row in chosen)]
-        return SimpleNamespace(field_names=names)
 
 
 def lost() -> dict[str, Any]:

@@ -233,16 +233,12 @@ def rewards() -> dict[str, Any]:
 
 def warmed_up() -> list[float]:
     """Return the coefficient of six steps, of which the first two update the critic alone: the policy is its reference."""
-    from mismatch_ext.adapters.verl.driver import objective  # imported here for the reason that `driving` gives
-
     section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl
     assert section is not None
     with driving(section) as (driver, _):
         driver._config.trainer.critic_warmup = 3
-        objective.measure_kl = lambda *_: kl_sums(
-            logprobs=torch.zeros(8), ref_logprobs=torch.zeros(8), mask=torch.ones(8)
-        )
-        found = [driver.prepare(None, step, None)["mismatch/kl_coef"] for step in range(1, 7)]
+        sums = kl_sums(logprobs=torch.zeros(8), ref_logprobs=torch.zeros(8), mask=torch.ones(8))
+        found = [driver.prepare(sums, step)["mismatch/kl_coef"] for step in range(1, 7)]
     return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.drift import drift_metrics
 from mismatch_ext.evidence import lines_of
-from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
+from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums, rows_of_means
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.rollout import SamplingSettings
@@ -42,15 +42,25 @@ class Queue:
         self.rows = rows
         self.keys = [f"prompt_{row}_0" for row in range(len(rows["response_mask"]))]
         self.most = 0  # rows that were fetched together
+        self.fetched: list[tuple[str, ...]] = []  # fields that were asked for, once for each row
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         self.most = max(self.most, len(keys))
+        self.fetched += len(keys) * [tuple(select_fields)]
         chosen = [self.keys.index(key) for key in keys]
         fields = {name: [self.rows[name][row] for row in chosen] for name in select_fields if name in self.rows}
         return TensorDict(
             {n: nested(v) if isinstance(v[0], Tensor) else NonTensorStack(*v) for n, v in fields.items()},
             batch_size=len(keys),
         )
+
+    def get_client(self) -> Any:
+        return self
+
+    def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
+        chosen = [self.keys.index(key) for key in keys]
+        names = [name for name, rows in self.rows.items() if all(rows[row] is not None for row in chosen)]
+        return SimpleNamespace(field_names=names)
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> None:
         for name, values in fields.items():
@@ -124,6 +134,35 @@ def chunks() -> dict[str, Any]:
     return found
 
 
+def of_a_sample() -> dict[str, Any]:
+    """Measure a batch that is larger than means are taken of, as it is and with a broken row outside of the sample."""
+    given = queue()
+    keys = batch(given)
+    for tag, count in zip(keys.tags, RESPONSES, strict=True):
+        tag["response_len"] = count
+    before, measure.MEANS_OF = measure.MEANS_OF, 30
+    try:
+        lengths = torch.tensor([0 if row == FILLED_UP else count for row, count in enumerate(RESPONSES)])
+        means = rows_of_means(lengths, STEP, 30)
+        fields = (nested(given.rows[name]) for name in (OLD, "rollout_log_probs", "response_mask"))
+        old, rollout, mask = (field.values() for field in fields)
+        places = torch.tensor(RESPONSES)
+        expected = gap_sums(old=old, rollout=rollout, mask=mask, lengths=places, means=means)
+        measure.tq, measure.CHUNK = given, 3
+        stated = measure.measure(keys, STEP, Scoring(), BadKeys(keys), longest=17).gap
+        left = next(row for row in range(len(RESPONSES)) if not means[row] and row != FILLED_UP)
+        given.rows[OLD][left] = given.rows[OLD][left] * float("nan")
+        bad = BadKeys(keys)
+        measure.measure(keys, STEP, Scoring(), bad, longest=17)
+    finally:
+        measure.MEANS_OF = before
+    assert stated is not None
+    return {
+        "found": gap_metrics(stated), "expected": gap_metrics(expected), "drawn": int(means.sum()),
+        "bad": told(bad), "left": given.keys[left],
+    }  # fmt: skip
+
+
 def evidence() -> dict[str, Any]:
     """Return the lines that are kept of a batch, of a corrected one with routes, and of one that nobody has scored."""
     routes, layers = torch.tensor([[[0, 1], [2, 3]]], dtype=torch.uint8), [1, 3]
@@ -181,7 +220,10 @@ def unfit() -> dict[str, Any]:
     given = queue()
     given.rows.pop("ref_log_prob", None)
     measure.tq = given  # type: ignore[assignment]
-    found["absent ref_log_prob"] = refused(measure.judge_reference, batch(given), STEP, BadKeys(batch(given)))
+    keys = batch(given)
+    found["absent ref_log_prob"] = refused(
+        measure.measure, keys, STEP, Scoring(), BadKeys(keys), longest=17, reference=True
+    )
     return found
 
 
@@ -270,20 +312,24 @@ def by_version() -> dict[str, Any]:
 
 
 def kl() -> dict[str, Any]:
-    """Sum up the KL and put the baseline of a batch, prompt by prompt and all prompts together."""
+    """Sum up the KL and put the baseline of a batch, prompt by prompt and all prompts together, with and without a gap."""
     found: dict[str, Any] = {}
     section = KlConfig(coef=1.0)
-    for name, chunk in (("whole", 7), ("one by one", 1)):
+    names = (OLD, "ref_log_prob", "response_mask")
+    for name, chunk, scoring in (("whole", 7, Scoring()), ("one by one", 1, Scoring()), ("bypass", 7, None)):
         given = queue()
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
-        sums = measure.measure_kl(batch(given), section, BadKeys(batch(given)))
-        names = (OLD, "ref_log_prob", "response_mask")
+        keys = batch(given)
+        stated = measure.measure(keys, STEP, scoring, BadKeys(keys), longest=17, reference=True, kl=section)
         old, ref, mask = (nested(given.rows[field]).to_padded_tensor(0) for field in names)
         expected = kl_sums(logprobs=old, ref_logprobs=ref, mask=mask)
+        assert stated.kl is not None and (stated.gap is None) == (scoring is None)
         found[name] = {
-            "error": max(float((sums[key] - value).abs().max()) for key, value in expected.items()),
+            "error": max(float((stated.kl[key] - value).abs().max()) for key, value in expected.items()),
             "baseline": [row.tolist() for row in given.rows[measure.BASELINE]],
+            "lengths": stated.lengths.tolist(),
+            "fetched": len(given.fetched),
         }
     return found
 
@@ -293,20 +339,16 @@ def discarded() -> list[Any]:
     found = []
     for weighted in (False, True):
         given = queue()
-        given.rows["loss_mask"] = given.rows["response_mask"]
-        given.rows["response_mask"] = [
-            torch.zeros_like(row) if number == 1 else row.clone() for number, row in enumerate(given.rows["loss_mask"])
-        ]
-        if weighted:
-            given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["loss_mask"]]
-            given.rows["rollout_is_weights"][0][:3] = 0.0
         measure.tq, measure.CHUNK = given, 3
-        parts = list(measure.left_by_correction(batch(given), BadKeys(batch(given))))
-        assert len(parts) == 3 and given.most == 3
-        kept = [(kept & sampled).sum(1).tolist() for kept, sampled in parts]
-        found.append([sum(kept, []), sum((sampled.sum(1).tolist() for _, sampled in parts), [])])
-    del given.rows["loss_mask"]
-    return [*found, refused(list, measure.left_by_correction(batch(given), BadKeys(batch(given))))]
+        keys = batch(given)
+        sampled = measure.measure(keys, STEP, Scoring(), BadKeys(keys), longest=17).tokens
+        given.rows["response_mask"][1] = torch.zeros_like(given.rows["response_mask"][1])
+        if weighted:
+            given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["response_mask"]]
+            given.rows["rollout_is_weights"][0][:3] = 0.0
+        found.append([measure.left_by_correction(keys).tolist(), sampled.tolist()])
+        assert given.most == 3
+    return found
 
 
 def grouping() -> dict[str, Any]:

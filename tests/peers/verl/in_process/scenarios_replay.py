@@ -145,6 +145,12 @@ def replay(model: str) -> dict[str, Any]:
     found["r2_dtype"] = str(data["routed_experts"].dtype)
     update(recorded, data)
     found["r2_parameters"], found["r2_metrics"] = parameters(recorded), recorded.engine.mismatch_metrics()
+    altered = [row.clone() for row in data["routed_experts"].unbind()]
+    altered[1][2, 1, 0] = 16
+    # As a driver would ask that has had sampling masks judged, of which routes that this engine recorded were no part.
+    asked = tu.assign_non_tensor(data.clone(), **{JUDGED: True})
+    asked["routed_experts"] = nested(altered)
+    found["r2_range"] = refused(update, recorded, asked)
     found["r2_lost"] = refused(update, recorded, data.exclude("routed_experts"))
 
     routes = as_rollout(data["routed_experts"])
@@ -276,10 +282,8 @@ def faults(model: str) -> dict[str, Any]:
         given[number] = change(given[number])
         data = batch(rollout=nested(given), **fields)
         data["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
-        tu.assign_non_tensor(data, uid=uids, **marks)
+        tu.assign_non_tensor(data, uid=uids)
         return refused(update, built, data)
-
-    marks: dict[str, Any] = {}
 
     def put(row: Tensor, index: Any, value: Any) -> Tensor:
         row[index] = torch.as_tensor(value, dtype=row.dtype)
@@ -296,13 +300,14 @@ def faults(model: str) -> dict[str, Any]:
         "layer": tried(3, lambda row: put(row, (slice(None), 1), 0)),
         "gone": refused(update, built, scored_natively(batch())),
     }
-    marks[JUDGED] = True  # by a pass before this update, which altered routes have not seen
-    found["range_judged"] = tried(1, lambda row: put(row, (2, 1, 0), 16))
-    found["short_judged"] = tried(0, lambda row: row[:-3])
-    marks.clear()
-    # Layers swapped in all samples: only the model can tell.
+    # Layers swapped in all samples: only the model can tell, before it has had routes that are its own.
     swapped = nested([row.flip(1) for row in routes])
     found["swapped"] = refused(built.infer_batch, batch(rollout=swapped))
+    # A pass that is asked to judges the samples, and altered routes have not seen it.
+    built.infer_batch(tu.assign_non_tensor(batch(rollout=nested(list(routes))), **{JUDGED: True}))
+    found["range_judged"] = tried(1, lambda row: put(row, (2, 1, 0), 16))
+    found["first_judged"] = tried(1, lambda row: put(row, (0, 1, 0), 16))
+    found["short_judged"] = tried(0, lambda row: row[:-3])
     found["untouched"] = before == parameters(built)
     # What has no loss needs no routes: samples that fill up a batch, and what an agent loop adds at the end.
     masks = [torch.ones(n, dtype=torch.long) for n in RESPONSES]

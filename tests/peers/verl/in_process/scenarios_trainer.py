@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl import evidence, measure
-from mismatch_ext.adapters.verl.bad_rows import JUDGED
 from mismatch_ext.adapters.verl.block import RunMode, hand_on
 from mismatch_ext.adapters.verl.driver import batch_checks
 from omegaconf import DictConfig, open_dict
@@ -92,8 +91,7 @@ def findings() -> dict[str, Any]:
 def batches_without_good_rows() -> dict[str, Any]:
     """Return how many updates of actor and critic verl is asked for, by the bad rows of a batch of six.
 
-    Also returns whether the check of weight updates is told of a step, after this batch and after no other one, and whether an
-    update is told that its routes were judged.
+    Also returns whether the check of weight updates is told of a step, after this batch and after no other one.
     """
     from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
 
@@ -104,7 +102,6 @@ def batches_without_good_rows() -> dict[str, Any]:
         driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
         driver._block, driver._kl = MismatchConfig(), None
         driver._checks, driver._bad = Checks(acts, lambda: 1), measure.BadKeys(batch(queue(1)))
-        driver._has_judged = acts
         driver.actor_rollout_wg, driver.parameter_sync_step, driver.extra = Workers(), 1, []
         driver._processes, driver.global_steps = SimpleNamespace(follow_weights=lambda step: None), 1
         driver._weights, driver._actor_updated = weights, False
@@ -116,8 +113,7 @@ def batches_without_good_rows() -> dict[str, Any]:
         told.clear()
         for _ in range(2):
             driver._update_weights(lambda: None)
-        judged = [JUDGED in extra for extra in (*driver.extra, given.extra_info)]
-        found[name] = {"updates": len(driver.extra), "stepped": list(told), "judged": judged}
+        found[name] = {"updates": len(driver.extra), "stepped": list(told)}
     return found
 
 
@@ -240,7 +236,8 @@ def steps() -> dict[str, Any]:
             trainer._load_checkpoint()
         found["told"] = told
         found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
-        lines = Path(work, "mismatch", "metrics-000.jsonl").read_text().splitlines()
+        parts = sorted(Path(work, "mismatch").glob("metrics-*.jsonl"))
+        lines = [line for path in parts for line in path.read_text().splitlines()]
         found["kept"] = {path.name: read_rollouts(path) for path in Path(work, "mismatch").glob("evidence-*")}
         found["kept"] = {
             name: [[row.step, row.version, len(row.trainer_logprobs or ()), row.kept.reason] for row in log.responses if row.kept]
