@@ -151,9 +151,9 @@ def _verdicts(why: Sequence[Why], turns: Sequence[BrokenTurns]) -> list[tuple[st
 
 def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:
     """Render what the demo showed, without plotly; `bars` are mean |Δlogp| in nats per token."""
-    # On an axis of at least one decade; a gap of 0, which has no logarithm, is at its left end.
+    # On an axis of at least one decade, below the least gap; a gap of 0, which has no logarithm, is at its left end.
     seen = [value for value in bars.values() if value > 0] or [1.0]
-    low = math.floor(math.log10(min(seen)))
+    low = math.ceil(math.log10(min(seen))) - 1
     high = max(low + 1, math.ceil(math.log10(max(seen))))
 
     def place(value: float) -> float:

@@ -131,7 +131,9 @@ def _best_alternative(measured: Sequence[RunVerdict], worst: RunVerdict) -> RunV
 
 def _is_of_one_model(run: RunData, other: RunData) -> bool:
     """Tell whether two runs may be of the same model. Its path does not say so, and a log may not describe it."""
-    here, there = (data.header.get("run", {}) for data in (run, other))
+    here, there = run.header.get("run"), other.header.get("run")
+    if not isinstance(here, dict) or not isinstance(there, dict):
+        return True
     described = [key for key in ("model_type", "parameters") if key in here and key in there]
     return all(here[key] == there[key] for key in described)
 
