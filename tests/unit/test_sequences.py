@@ -16,11 +16,11 @@ from mismatch_ext.gap import gap_metrics, gap_sums
 def listening(batches: list[dict[str, Any]]) -> SequenceSums:
     """Return the sums of a trainer that evaluates these batches, with replay and without."""
     seen: list[tuple[Any, ...]] = []
-    recorder = SimpleNamespace(observe=lambda split, **given: seen.append((split, given)))
-    sums = SequenceSums(SimpleNamespace(mm=SimpleNamespace(log=recorder)))
+    recorder = SimpleNamespace(add_gap=lambda split, **given: seen.append((split, given)))
+    sums = SequenceSums(SimpleNamespace(mm=SimpleNamespace(log=SimpleNamespace(sums=recorder))))
     for batch in batches:
-        recorder.observe(batch["split"], old=batch["old"], rollout=batch["rollout"], mask=batch["mask"])
-        recorder.observe(batch["split"], old=batch["native"], rollout=batch["rollout"], mask=batch["mask"], native=True)
+        recorder.add_gap(batch["split"], old=batch["old"], rollout=batch["rollout"], mask=batch["mask"])
+        recorder.add_gap(batch["split"], old=batch["native"], rollout=batch["rollout"], mask=batch["mask"], native=True)
     assert len(seen) == 2 * len(batches)  # what listens takes nothing away
     return sums
 

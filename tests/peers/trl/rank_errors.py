@@ -58,7 +58,7 @@ class Routing:
 
 
 LOG = SimpleNamespace(
-    observe=lambda *_, **__: None, observe_cached=lambda *_, **__: None, refusing=lambda *_: nullcontext(),
+    sums=SimpleNamespace(add_gap=lambda *_, **__: None, add_cached=lambda *_, **__: None), refusing=lambda *_: nullcontext(),
     holding=lambda *_: nullcontext(), count_bad_rows=lambda *_: None,
 )  # fmt: skip
 
