@@ -44,8 +44,10 @@ class BlockAcceleratorConfig(AcceleratorConfig):
     @classmethod
     def of(cls, config: MismatchConfigMixin) -> BlockAcceleratorConfig:
         """Return the options of a configuration, which it gives to no trainer that does not know its block."""
-        made = cls(**config.accelerator_config.to_dict())  # type: ignore[union-attr]  # as parsed by the parent
-        made._config = config
+        made = cls()
+        # As they are: transformers removes an option that it has read, which a constructor would bring back.
+        vars(made).clear()
+        vars(made).update(vars(config.accelerator_config), _config=config)
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,7 +58,10 @@ class BlockAcceleratorConfig(AcceleratorConfig):
 
     def options(self) -> AcceleratorConfig:
         """Return the options as transformers holds them."""
-        return AcceleratorConfig(**{name: value for name, value in vars(self).items() if name != "_config"})
+        plain = AcceleratorConfig()
+        vars(plain).clear()
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "_config"})
+        return plain
 
 
 @dataclass
