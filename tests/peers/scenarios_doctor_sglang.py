@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +35,12 @@ class OneEngine(Run):
 
     engines: ClassVar[dict[str, DoctorsEngine]] = {}
 
-    def start(self, shape: RoutingShape | None) -> DoctorsEngine:
+    def start(self, shape: RoutingShape | None, lengths: Sequence[int] = ()) -> DoctorsEngine:
         """Return the engine of these settings; no two run at once."""
         asked = repr((self.engine_model or self.model, self.dtype, sorted(self.arguments.items())))
         if asked not in self.engines:
             end()
-            self.engines[asked] = super().start(shape)
+            self.engines[asked] = super().start(shape, lengths)
         return Kept(self.engines[asked])
 
 

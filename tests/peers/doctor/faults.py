@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -343,12 +343,12 @@ class Engines:
         self._engine: DoctorsEngine | None = None
         self._shutdown: Callable[[], None] = lambda: None
 
-    def start(self, run: Run, shape: RoutingShape | None) -> DoctorsEngine:
+    def start(self, run: Run, shape: RoutingShape | None, lengths: Sequence[int]) -> DoctorsEngine:
         """Return a run's engine; what was started for another is ended first."""
         key = (run.engine_model or run.model, run.dtype, repr(sorted(run.arguments.items())), shape is None)
         if key != self._key:
             self.end()
-            engine: Any = Run.start(run, shape)
+            engine: Any = Run.start(run, shape, lengths)
             self._engine, self._shutdown, self._key = engine, engine.shutdown, key
             # Whoever borrows it does not end it.
             engine.shutdown = lambda: None
@@ -368,9 +368,9 @@ class LentRun(Run):
 
     engines: Engines = field(default_factory=Engines)
 
-    def start(self, shape: RoutingShape | None) -> DoctorsEngine:
+    def start(self, shape: RoutingShape | None, lengths: Sequence[int] = ()) -> DoctorsEngine:
         """Borrow the run's engine."""
-        return self.engines.start(self, shape)
+        return self.engines.start(self, shape, lengths)
 
 
 def edited(source: Path, target: Path, config: Edit | None, weights: Callable[[Tensors], None] | None) -> str:

@@ -73,7 +73,7 @@ class Live(sides.Run):
 
     engine_of: ClassVar[VllmEngine]
 
-    def start(self, shape: RoutingShape | None) -> Any:
+    def start(self, shape: RoutingShape | None, lengths: Sequence[int] = ()) -> Any:
         """Return it."""
         return self.engine_of
 

@@ -312,7 +312,7 @@ def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, A
         with torch.no_grad():
             trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, length)
         seen["replayed"] = trainer.mm.routing.forwards - forwards
-        seen["known"] = len(batch.table.replayed & set(row_keys(tokens, mask, length)))
+        seen["known"] = len(batch.table.routes.keys() & set(row_keys(tokens, mask, length)))
         return reward(inputs, prompts, completions, ids, *args, **kwargs)
 
     trainer._calculate_rewards = rewarded
