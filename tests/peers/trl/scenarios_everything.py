@@ -119,5 +119,5 @@ def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]
         "steps": steps,
         "recorded": recorded,
         "refused": refused,
-        "kept": {file: file.read_text() for file in segment_files(folder)} == before,
+        "kept": texts(folder) == before,
     }
