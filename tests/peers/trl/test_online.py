@@ -22,7 +22,7 @@ BLOCK = {
 OVERRIDES = [
     "__init__", "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_get_grad_norm",
     "_get_learning_rate", "_get_per_token_logps_and_entropies", "_save_checkpoint", "create_accelerator_and_postprocess",
-    "evaluate", "log", "train", "training_step",
+    "evaluate", "log", "train",
 ]  # fmt: skip
 """What our classes override of TRL's."""
 
