@@ -396,7 +396,10 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "records": lambda fails: method(fails, "check_records", RecordError("other tokens")),
     "routes": lambda fails: method(fails, "scoring.settle", RoutingError("routes of other tokens"), Routing()),
     "gap": lambda fails: step(
-        batch(), lambda own: setattr(own.mm.log, "observe", fail(RecordError("not finite"))) if fails else None
+        batch(),
+        lambda own: (
+            setattr(own.mm.log, "sums", SimpleNamespace(add_gap=fail(RecordError("not finite")))) if fails else None
+        ),
     ),
     "correction": broken_correction,
     "baseline": baseline,

@@ -126,7 +126,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     def lengths(result: Any, *args: Any) -> None:
         heard["lengths"].append(result["completion_mask"].sum(1).tolist())
 
-    spy(trainer.mm.log, "observe", gap)
+    spy(trainer.mm.log.sums, "add_gap", gap)
     spy(trainer, "_generate_and_score_completions", lengths)
     if trainer.mm.routing is not None:
         merged = trainer.mm.routing.take_agreement
