@@ -8,6 +8,7 @@ Shapes: B rows of a batch, T tokens of its longest response.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -324,9 +325,11 @@ class Evidence:
 
 
 def set_aside(folder: Path, segment: int) -> None:
-    """Rename the files of an earlier run, by the number of the first segment of the next."""
+    """Rename the files of an earlier run, by the number of the first segment of the next; one that cannot be is left."""
     for path in folder.glob(FILES):
-        path.rename(path.with_name(f"before-{segment:03}-{path.name}"))
+        # Another job's files in one folder, or a disk that refuses, must not end a run.
+        with contextlib.suppress(OSError):
+            path.rename(path.with_name(f"before-{segment:03}-{path.name}"))
 
 
 def lines_of(batch: HeldBatch, reason: str) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ class Part:
         self._path, self._answer, self._new = path, answer, new
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__"):  # Python asks for those itself
             raise AttributeError(name)
         value = self._answer(name)
         if name not in KNOWN_SETTINGS:

@@ -243,7 +243,8 @@ class Centering:
                 "head over the micro-batch's tokens. Remove what overrides _get_per_token_logps_and_entropies, or the key."
             )
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        measured = found.biases[mask & found.known].double()
+        # A bad row keeps its mask and its head, and may have no finite bias.
+        measured = found.biases[mask & found.known & found.biases.isfinite()].double()
         self._biases += torch.stack([measured.sum(), measured.new_tensor(len(measured))]).cpu()
         if self._only_measured:
             return loss

@@ -162,6 +162,7 @@ def test_a_loss_is_examined_in_the_hosts_memory_whatever_the_default_device_is(w
     ("new", "named"),
     [
         ("if self.new_flag: raise ValueError\n    ", ["self.new_flag"]),
+        ("if self._new_flag: raise ValueError\n    ", ["self._new_flag"]),
         ("if self.args.new_option: raise ValueError\n    ", ["self.args.new_option"]),
         ("if self.state.of_later: raise ValueError\n    ", ["self.state.of_later"]),
         ("if self.accelerator.is_main_process: raise ValueError\n    ", ["self.accelerator.is_main_process"]),
