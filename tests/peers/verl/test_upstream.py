@@ -87,8 +87,8 @@ def test_the_copy_of_weights_is_needed_by_the_mode_that_has_it(monkeypatch: pyte
 
 
 def test_the_list_says_what_the_source_uses() -> None:
-    script = runpy.run_path(str(ROOT / "docs/upstream.py"))
-    assert script["LIST"].read_text() == script["written"](), "run `python docs/upstream.py`"
+    script = runpy.run_path(str(ROOT / "docs/verl_list.py"))
+    assert script["LIST"].read_text() == script["written"](), "run `python docs/verl_list.py`"
 
 
 def test_what_the_list_says_is_imported_is_in_verl() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "adapters/verl/upstream.toml"
-LINE = "# Written by `python docs/upstream.py`; do not edit below.\n"
+LINE = "# Written by `python docs/verl_list.py`; do not edit below.\n"
 PEERS = ("verl", "ray", "transfer_queue", "sglang", "vllm", "megatron")
 VARIABLES = ("VERL_", "RAY_", "SGLANG_", "VLLM_")
 
