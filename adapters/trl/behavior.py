@@ -369,11 +369,11 @@ def filters_policy_term(probe: Probe) -> None:
     probe.expect(filtered, plain * stays[:, None], FAR_OFF, lost)
 
 
-def ignores_ratio_when_off(probe: Probe) -> None:
-    """Without TRL's correction, `importance_sampling_ratio` changes nothing: a correction that is off relies on it."""
-    case = {"vllm_importance_sampling_correction": False}
-    unweighed, slopes = probe.slopes({**case, **UNWEIGHED}), probe.slopes(case)
-    probe.expect(slopes.of_logps, unweighed.of_logps, case, "ignores importance_sampling_ratio")
+def needs_no_ratio_when_off(probe: Probe) -> None:
+    """Without TRL's correction a batch has no ratio, and no token is weighed: a correction that is off relies on it."""
+    case: Case = {"vllm_importance_sampling_correction": False, "inputs.importance_sampling_ratio": None}
+    unweighed, slopes = probe.slopes(UNWEIGHED), probe.slopes(case)
+    probe.expect(slopes.of_logps, unweighed.of_logps, case, "leaves tokens alone if its own correction is off")
 
 
 PROPERTIES: dict[str, tuple[Callable[[Probe], None], ...]] = {
@@ -383,7 +383,7 @@ PROPERTIES: dict[str, tuple[Callable[[Probe], None], ...]] = {
         follows_ratio,
         multiplies_by_ratio,
         filters_policy_term,
-        ignores_ratio_when_off,
+        needs_no_ratio_when_off,
     ),
 }
 """What each section needs of GRPO's loss. The others change what is scored, and not what is made of it."""
