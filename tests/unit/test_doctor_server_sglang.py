@@ -78,14 +78,6 @@ def test_scored_tokens_are_those_of_the_response() -> None:
     assert all(body["logprob_start_len"] == 0 for body in bodies(seen))
 
 
-def test_routes_that_are_not_recorded_are_not_asked_for_and_said_to_be_missing() -> None:
-    with listening(answering(enable_return_routed_experts=False)) as (url, seen):
-        engine = engine_of(connect(Address(url=url)), SHAPE)
-        again = engine.score(scoring())
-    assert again.routes is None and not any("return_routed_experts" in body for body in bodies(seen))
-    assert any("sent no routes" in note for note in engine.notes(NAME, again))
-
-
 def test_routes_that_were_promised_and_are_missing_are_an_error() -> None:
     bare = {"meta_info": {**RECORDED["score"]["meta_info"], "routed_experts": None}}
     answers = answering() | {"/generate": (200, RECORDED["score"] | bare)}

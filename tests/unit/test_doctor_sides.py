@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +12,11 @@ from mismatch_ext.adapters.doctor.command import as_logged
 from mismatch_ext.adapters.doctor.examining import _try_remedies
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
-from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.sides import Run, in_live_dtype
 
 from mismatch_ext.doctor import conclude, gather, report
 from mismatch_ext.errors import ConfigError
-from tests.unit.synthetic_runs import write_run
 from tests.unit.test_doctor import drawn
-
-
-def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of_the_remedy() -> None:
-    run = Run(model="own", engine_model="other", arguments={"kv_cache_dtype": "fp8_e4m3", "max_model_len": 64})
-    mended = run.mended(("kv_cache_dtype", "quantization"))
-    assert mended.engine_model is None and mended.model == "own"
-    assert mended.arguments == {"max_model_len": 64} and mended.dtype == run.dtype
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -94,15 +84,6 @@ def test_a_grammar_is_refused_by_name(sampling: dict[str, Any]) -> None:
     host = HostRun(sides={"model": "run", "sampling": sampling}, max_tokens=9, dataset=None, origin={}, left_out={})
     with pytest.raises(ConfigError, match=f"{next(iter(sampling))} restricts the engine's tokens.*leave it out"):
         asked_of(parsed(), host)
-
-
-def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", "bf16", steps=2)
-    assert not unlike(tmp_path, Run(model="x")), "no run is there"
-    same = Run(model="x", sampling={"temperature": 1.0, "top_k": -1, "seed": 3})
-    assert not unlike(folder, same)
-    (said,) = unlike(folder, Run(model="x", dtype="float16", sampling={"temperature": 0.7}))
-    assert "an engine in bfloat16, not float16, temperature 1.0, not 0.7: what its command line said" in said
 
 
 @pytest.mark.parametrize(

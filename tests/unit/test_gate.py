@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.evidence import Block
 from mismatch_ext.doctor.gate import Gate, measured
 from tests.unit.test_doctor import drawn, drift
@@ -72,9 +71,3 @@ def test_an_exact_gate_passes_on_equal_bits_alone() -> None:
     )
     assert failed(found) == ["tokens equal to the last bit", "largest difference (nats)"]
     assert "first block that differs: layer 1, mlp (equal at 50.0%)" in found.page()
-
-
-def test_samples_are_joined_in_order_and_lose_routes_that_one_lacks() -> None:
-    sample, _ = drawn()
-    whole = Sample.joined([sample.part([3, 1]), sample.part([0, 2])])
-    assert whole.responses == tuple(sample.responses[row] for row in (3, 1, 0, 2)) and whole.routes is None
