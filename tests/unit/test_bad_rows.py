@@ -67,13 +67,12 @@ def test_too_many_bad_rows_stop_a_run_that_acts(tmp_path: Path, acts: bool) -> N
         logged = log.log(step, {"loss": 0.0})
         assert logged.metrics["mismatch/bad_rows/routes"] == 1
         assert (logged.stop is not None) == (acts and step == 3)
-    assert "3 of the 96 rows" in (logged.stop or "3 of the 96 rows")
     assert log.log(4, {"loss": 0.0}).stop is None  # a run that goes on counts anew
 
     lines = [json.loads(line) for line in (tmp_path / "metrics-000.jsonl").read_text().splitlines()]
     events = [line for line in lines if line["kind"] == "event" and line["name"] == "bad_rows"]
     assert [event["level"] for event in events] == ["warning"] * 3 + ["error"] * acts
-    assert len([message for message in told if "rollout 1 has no routes" in message]) == 1
+    assert sum("rollout 1 has no routes" in message for message in told) == 1
 
 
 def test_closing_lines_and_report_list_bad_rows_by_reason(tmp_path: Path) -> None:

@@ -80,24 +80,10 @@ def test_no_block_is_none_and_an_empty_block_measures_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        BLOCK,
-        {"kl": {"estimator": "full", "ratio": "sequence"}},
-        {"lr": {"period": None}},
-        {"lr": {}},
-    ],
-)
-def test_round_trip_through_plain_data(block: dict[str, Any]) -> None:
-    assert parsed(json.loads(json.dumps(parsed(block).to_dict()))) == parsed(block)
-
-
-@pytest.mark.parametrize(
     ("estimator", "placement"), [("k1", "reward"), ("k2", "loss"), ("k3", "both"), ("full", "both")]
 )
 def test_placement_follows_the_estimator(estimator: Any, placement: str) -> None:
     assert KlConfig(estimator=estimator).applied_placement == placement
-    assert dataclasses.replace(KlConfig(), estimator=estimator).applied_placement == placement
     assert KlConfig(estimator=estimator, placement="both").applied_placement == "both"
 
 
@@ -120,11 +106,9 @@ def test_no_section_derives_one_key_from_another_when_it_is_made(path: str) -> N
 @pytest.mark.parametrize(
     ("keys", "wanted"),
     [
-        ({"preset": "slime_mis", "veto": None}, {"level": "token", "upper": 2.0, "normalize": True}),
         ({"preset": "slime_mis", "veto": None, "normalize": None}, {"level": "token", "upper": 2.0}),
         # The bounds of a preset's weight go with the weight.
         ({"preset": "tis", "level": "none"}, {}),
-        ({"preset": "decoupled_geo_rs_token_tis", "level": "none"}, {"rules": {"seq_mean_k1": (0.999, 1.001)}}),
     ],
 )
 def test_null_switches_a_key_of_the_preset_off(keys: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -178,12 +162,6 @@ def test_a_section_with_nothing_after_it_says_how_to_switch_it_on_and_off(
         MismatchConfig.parse(written(name))
 
 
-def test_none_is_off_for_a_dataclass_and_a_value_where_it_is_one() -> None:
-    assert MismatchConfig(lr=None, kl=None) == MismatchConfig()
-    lengths = parsed({"lr": {"period": None}, "kl": {"coef": None}})
-    assert lengths.lr is not None and lengths.kl is not None and lengths.lr.period is None and lengths.kl.coef is None
-
-
 # Texts.
 
 
@@ -213,18 +191,12 @@ def test_another_name_of_a_dtype_is_understood_in_the_error(written: object, mea
     refused(lambda: MismatchConfig.parse({"precision": {"dtype": written}}), f"{written!r}", f"Did you mean '{meant}'")
 
 
-def test_the_block_has_at_most_53_keys() -> None:
-    keys = [key.name for section in config._SECTIONS.values() for key in dataclasses.fields(section)]
-    assert len(keys) - len(SECTIONS) <= 53  # seven keys of the block are sections
-
-
 def test_a_block_with_every_section_is_read_without_torch() -> None:
     block = {
         **{"precision": {"dtype": "float16"}, "correction": {"preset": "token_truncate"}, "kl": {"estimator": "k3"}},
         **{"routing": {"mode": "R3"}, "lr": {}, "sampling_mask": {}},
         "monitor": {"alarms": {"k3_kl": {"above": 0.1}, "my/reward": {"below": 0.0}}, "evidence": False},
     }
-    assert {name for name, section in MismatchConfig(**block).to_dict().items() if section is not None} >= block.keys()
     code = (
         f"import sys, mismatch_ext\nmismatch_ext.MismatchConfig(**{block})\n"
         "print({'torch', 'numpy'} & set(sys.modules))"

@@ -33,36 +33,20 @@ def corrected(**keys: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "weights"),
-    [
-        ({"level": "token", "upper": 3.0}, [[2, 0.5, 3], [1, 0.25, 0]]),
-        # Products: 2 * 0.5 * 4 = 4 and 1 * 0.25 = 0.25.
-        ({"level": "sequence", "bound": "mask", "upper": 3.0}, [[0, 0, 0], [0.25, 0.25, 0]]),
-        # Sequences weigh 3 and 0.25, mean 1.625.
-        ({"level": "sequence", "upper": 3.0, "normalize": True}, [[3 / 1.625] * 3, [0.25 / 1.625] * 2 + [0]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(*table("correction_weights"))
 def test_weights_by_hand(keys: dict[str, Any], weights: list[list[float]]) -> None:
     found = corrected(**keys)
     assert torch.allclose(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-9)
     assert torch.equal(found.mask, MASK.bool()) and not found.weights.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("reject", "kept"),
-    [
-        ({"token_k1": 3.0}, [[1, 1, 0], [1, 0, 0]]),  # one number x is 1/x to x
-        ({"seq_mean_k1": (0.6, 2)}, [[1, 1, 1], [0, 0, 0]]),  # geometric means 1.587 and 0.5
-        ({"seq_max_k2": 0.97, "token_k1": (0.4, 9)}, [[1, 1, 1], [1, 0, 0]]),  # both must hold
-    ],
-)
+@pytest.mark.parametrize(*table("correction_rules"))
 def test_rejection_by_hand(reject: dict[str, Any], kept: list[list[int]]) -> None:
-    found = corrected(rules=parse_rules(reject))
+    found = corrected(rules=resolve(CorrectionConfig(reject=reject)).rules)
     assert found.mask.int().tolist() == kept
     left = sum(map(sum, kept))
     assert found.metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - left / 5)
-    assert found.as_multiplier().tolist() == [[float(x) for x in row] for row in kept]
+    assert found.as_multiplier().tolist() == kept
 
 
 def test_metrics_by_hand() -> None:
@@ -153,12 +137,6 @@ def test_every_preset_stays_finite_at_1e4(preset: str, dtype: torch.dtype) -> No
         advantages=torch.tensor([-1.0, 1.0]),
     )
     assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
-
-
-@pytest.mark.parametrize("section", [{"upper": 2.0}, {"normalize": True}])
-def test_keys_of_a_weight_without_a_level_are_refused(section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="level"):
-        resolve(CorrectionConfig(**section))
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])

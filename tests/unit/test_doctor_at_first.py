@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.options import configure
 
@@ -56,16 +55,8 @@ def _versions(row: dict[str, Any], number: int) -> None:
         row["trainer_logprobs"] = [value - 0.1 for value in row["rollout_logprobs"]]
 
 
-def _sided(row: dict[str, Any], number: int) -> None:
-    row["trainer_logprobs"] = [value - 0.1 for value in row["rollout_logprobs"]]
-
-
 def _placeholder(row: dict[str, Any], number: int) -> None:
     row["rollout_logprobs"][10 + number % 20] = -9999.0
-
-
-def _grid(row: dict[str, Any], number: int) -> None:
-    row["rollout_logprobs"] = torch.tensor(row["rollout_logprobs"]).bfloat16().tolist()
 
 
 def _cut(row: dict[str, Any], number: int) -> None:
@@ -117,7 +108,6 @@ SPECIAL = (
         (_mask, ["mask: 20 sampled tokens were logged with exactly 0 next to a masked one", "placeholder:"]),
         (_late, ["begins at token 20 of a response"]),
         (_versions, ["weight version 7: 400 tokens", "weight version 8: 400 tokens, mean |Δlogp| 1.0e-01"]),
-        (_sided, ["above 0 on 100% of the tokens: one-sided"]),
         (
             _placeholder,
             [
@@ -125,7 +115,6 @@ SPECIAL = (
                 "begins at token",
             ],
         ),
-        (_grid, ["grid: every log-probability of the engine is a bfloat16 number, and the trainer's are finer"]),
         (_cut, ["settings: top_p=0.9 is active"]),
         (_first, ["where: the first sampled token of each response holds"]),
         (

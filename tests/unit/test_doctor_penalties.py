@@ -11,7 +11,7 @@ from torch import Tensor
 from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.logits import LATE, PENALTIES, RESPONSE, WHOLE, LogitTable, Occurring, _penalized
 from mismatch_ext.doctor.tokens import judge_tokens
-from tests.unit.test_doctor import best_of, drawn, likely, nucleus
+from tests.unit.test_doctor import best_of, drawn, nucleus
 
 V = 8
 
@@ -62,7 +62,6 @@ def test_a_near_tie_is_not_beyond_a_truncation(below: float, beyond: int) -> Non
     ("change", "setting", "near"),
     [
         (nucleus(0.83), "top_p", (0.8, 0.86)),
-        (likely(0.16), "min_p", (0.14, 0.18)),
         (best_of(4), "top_k", (4, 4)),
     ],
 )

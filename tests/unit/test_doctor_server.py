@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import socket
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 from mismatch_ext.adapters.doctor.asking import ToSample
-from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.server import Address, Server, connect, engine_of
 from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.doctor.server.vllm import read
@@ -90,8 +88,6 @@ def test_an_adapter_of_vllm_on_the_output_head_is_refused_by_name(tmp_path: Path
     assert plain.adapter and not any("lm_head" in note for note in plain.notes(str(tmp_path)))
     with pytest.raises(ConfigError, match=r"the adapter tuned changes the output head \(lm_head\)"):
         served("q_proj", "model.lm_head")
-    with listening(listed({"id": "far", "root": "/nowhere", "parent": "base"})) as (url, _):
-        assert any("if it changes lm_head" in note for note in connect(Address(url=url)).notes("model"))
 
 
 def test_what_a_server_says_of_itself_is_read() -> None:
@@ -184,7 +180,7 @@ def test_sampled_tokens_come_with_their_logprobs_and_routes() -> None:
     bodies = [body for path, body, _ in seen if path == "/v1/completions"]
     assert sorted(body["seed"] for body in bodies) == [7, 9], "responses of two prompts would draw with the same noise"
     assert all(body["n"] == 2 and body["top_p"] == 0.9 and body["model"] == NAME for body in bodies)
-    assert sample.responses[0] == (12, 6, 12, 6, 12) and sample.prompts[0] == (3, 4, 5, 6)
+    assert sample.responses[0] == (12, 6, 12, 6, 12)
     assert sample.logprobs[0][1] == -2.538452386856079
     assert sample.routes is not None and [trace.rows for trace in sample.routes] == [8] * 4
 
@@ -255,17 +251,3 @@ def test_requests_that_would_be_refused_or_misread_are_refused_before_the_model_
         server.ensure_fits([[1] * 100], 156, {})
     with pytest.raises(ConfigError, match="--sampling: min_tokns is no setting .* Did you mean 'min_tokens'"):
         server.ensure_fits([[1]], 5, {"min_tokns": 3})
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--server", "http://h:1", "--prompts", "p", "--engine-model", "m"], "--engine-model is for an engine"),
-        (["--server", "http://h:1", "--rollouts", "r"], "--server is for an engine .* with --rollouts"),
-    ],
-)
-def test_options_that_exclude_each_other(given: list[str], words: str) -> None:
-    parser = argparse.ArgumentParser()
-    configure(parser)
-    with pytest.raises(ConfigError, match=words):
-        asked_of(parser.parse_args(["--model", "m", "--out", "o", *given]), None)

@@ -17,7 +17,7 @@ from mismatch_ext.doctor.evidence import ROUTES, Block, Later, Part, RunPass
 from mismatch_ext.doctor.logged_trainer import compare_logged
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.report.doctor import why_of
-from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift, nucleus, tried
+from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, drawn, drift, nucleus, tried
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
 
@@ -68,15 +68,6 @@ def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: floa
     found = diagnose(sample, replace(scores, flips=(engine, rounding), most_flips=(7, 0.41)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
     assert f"router at {engine:.2%} of tokens and layers (most in layer 7" in report(found)
-
-
-def test_experts_that_a_named_cause_moves_are_no_cause_of_their_own() -> None:
-    sample, scores = drawn(extra=lambda z: drift(z, 0.05))
-    cause = changed_model(sample, scores, 0.05)
-    named = diagnose(sample, scores, [cause])
-    assert [found.family for found in named.causes] == [cause.family] and named.verdict == "explained", report(named)
-    found = diagnose(sample, replace(scores, flips=(0.2, 0.01)), [cause])
-    assert [found.key for found in found.causes] == [cause.key]
 
 
 def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Scores]:

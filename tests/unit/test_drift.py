@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import LrConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.drift import (
     UNKNOWN,
@@ -65,20 +64,10 @@ def stream(*, numerics: float, drift: float, seed: int = 0, fresh: bool = True) 
     return Stream(rollout, own, old, mask, versions, 3)
 
 
-def interval(values: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Return the bootstrap interval, over sequences, of the mean size of masked values."""
-    sums = (values.abs() * mask).sum(1).numpy(), mask.sum(1).double().numpy()
-    found = bootstrap_ratio(*sums, level=0.999)
-    return found.low, found.high
-
-
 def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
     found = given.metrics()
-    truth = float((given.rollout - given.own)[given.mask].abs().mean())
     same = given.mask & (given.versions == 3)
-    low, high = interval(given.rollout - given.own, same)
-    assert low < truth < high and low < found["numerics/logp_abs_diff_mean"] < high
     assert found["numerics/tokens"] == int(same.sum()) > 50
     assert found["numerics/logp_abs_diff_mean"] == pytest.approx(
         float((given.rollout - given.own)[same].abs().mean()), rel=1e-12

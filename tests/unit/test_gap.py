@@ -270,7 +270,6 @@ def test_tails_and_broken_values_are_found_outside_of_the_sample() -> None:
 
 def test_a_sample_of_rows_is_drawn_alike_everywhere_and_has_about_as_many_tokens() -> None:
     lengths = torch.tensor([0, 30, 10, 0, 20] * 40)
-    assert rows_of_means(lengths, 1, tokens=2400).all()  # no more than that
     drawn = rows_of_means(lengths, 1, tokens=600)
     assert torch.equal(drawn, rows_of_means(lengths, 1, tokens=600))
     assert not torch.equal(drawn, rows_of_means(lengths, 2, tokens=600))

@@ -109,15 +109,6 @@ def test_an_adapter_without_its_peer_names_the_extra() -> None:
     assert vllm == "imported"
 
 
-def test_a_command_without_its_peer_names_the_extra(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None; from mismatch_ext.adapters.cli import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "readiness", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "transformers is not installed" in done.stderr and 'pip install ".[trl]"' in done.stderr
-
-
 @pytest.mark.parametrize("folder", ["mismatch_ext", "patches", "adapters"])
 def test_no_module_imports_from_a_higher_layer(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
