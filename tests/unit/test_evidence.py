@@ -9,6 +9,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mismatch_ext.errors import RecordError, RunDirectoryError, WeightSyncError
 from mismatch_ext.evidence import ColumnBatch, Evidence, lines_of, pick_rows
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.metrics_file import MetricsFile
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.loops import PROMPTS, learn, sides
 
@@ -143,6 +145,22 @@ def test_three_files_a_run_and_those_of_a_resumed_run_count(tmp_path: Path) -> N
         for step in (3, 3, 5, 8, 9):
             evidence.keep(step, "an alarm")
     assert files(tmp_path) == ["evidence-3.jsonl.gz", "evidence-5.jsonl.gz", "evidence-8.jsonl.gz"] and not told
+
+
+def test_evidence_is_set_aside_too_if_the_file_can_be_created_only_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics-000.jsonl").write_text("{}")
+    told: list[int] = []
+    file = MetricsFile(
+        tmp_path, header=dict, step=lambda: 0, tell=lambda _: None, writes=True, begins_another=told.append
+    )
+    with monkeypatch.context() as full:
+        full.setattr("os.open", mock.Mock(side_effect=OSError("no space left")))
+        file.begin("training")
+    assert told == []
+    file.step(1, {"loss": 1.0}, "train")
+    assert told == [1]
 
 
 def test_the_key_turns_it_off(tmp_path: Path) -> None:

@@ -274,3 +274,12 @@ def test_a_sample_of_rows_is_drawn_alike_everywhere_and_has_about_as_many_tokens
     assert torch.equal(drawn, rows_of_means(lengths, 1, tokens=600))
     assert not torch.equal(drawn, rows_of_means(lengths, 2, tokens=600))
     assert not drawn[lengths == 0].any() and int(drawn.sum()) == 30
+
+
+def test_largest_values_are_logged_although_each_drawn_sequence_was_a_bad_row() -> None:
+    old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
+    mask = torch.tensor([[True, True], [False, False]])
+    sums = gap_sums(old=old, rollout=old - 0.5, mask=mask, means=torch.tensor([False, True]))
+    metrics = gap_metrics(sums)
+    assert metrics["tokens"] == 2 and metrics["logp_abs_diff_max"] == 0.5 and metrics["f_1.1"] == 1
+    assert "k3_kl" not in metrics
