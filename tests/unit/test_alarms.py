@@ -58,28 +58,14 @@ def test_an_alarm_is_raised_and_over_after_its_patience(
 def test_what_an_alarm_says() -> None:
     monitor = Watching(section(default_alarms=True))
     alarms = [a for step in (10, 20, 30) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0042})]
-    (said,) = [dataclasses.asdict(alarm) for alarm in alarms]
-    message = said.pop("message")
-    assert said == {
-        "metric": "mismatch/k3_kl",
-        "step": 30,
-        "value": 0.0042,
-        "threshold": 0.001,
-        "side": "above",
-        "action": "warn",
-        "status": "raised",
-        "first_step": 10,
-    }
-    assert "mismatch/k3_kl is 0.0042 at step 30" in message and "healthy" in message
+    (raised,) = alarms
+    assert (raised.metric, raised.status, raised.side) == ("mismatch/k3_kl", "raised", "above")
+    assert (raised.step, raised.first_step, raised.value, raised.threshold) == (30, 10, 0.0042, 0.001)
+    assert "mismatch/k3_kl is 0.0042 at step 30" in raised.message and "healthy" in raised.message
     assert monitor.state.raised == ["mismatch/k3_kl"]
     (over,) = [a for step in (40, 50, 60) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0008})]
     assert (over.status, over.step, over.first_step, over.threshold) == ("cleared", 60, 10, 0.001)
     assert monitor.state.raised == []
-
-
-def test_a_changed_threshold_is_not_said_to_mean_what_the_built_in_one_means() -> None:
-    (alarm,) = Watching(section(k3_kl={"above": 1e-6, "patience": 1})).observe(1, {"mismatch/k3_kl": 1e-5})
-    assert "healthy" not in alarm.message and "one precision" in alarm.message
 
 
 # Names.
@@ -237,9 +223,6 @@ def write_two_segments(run_dir: Path) -> Path:
     saved = monitor.state
     for step in (5, 6):
         log(stream, step, 0.5)
-    # Raised after the checkpoint: the resumed run has to raise it again to count.
-    lost = {"metric": "lost", "status": "raised", "side": "above", "threshold": 1.0, "first_step": 6}
-    stream.event(6, "warning", "alarm", "lost", lost)
     stream.close()
 
     monitor = Watching(MonitorConfig())

@@ -21,7 +21,6 @@ from mismatch_ext.config import (
     AlarmConfig,
     CorrectionConfig,
     KlConfig,
-    LrConfig,
     MismatchConfig,
     MonitorConfig,
     PrecisionConfig,
@@ -121,11 +120,6 @@ def test_null_switches_a_key_of_the_preset_off(keys: dict[str, Any], wanted: dic
     assert parsed(json.loads(json.dumps(block.to_dict()))) == block == pickle.loads(pickle.dumps(block))
 
 
-def test_a_key_that_is_left_out_follows_another_preset() -> None:
-    replaced = dataclasses.replace(CorrectionConfig(preset="slime_mis"), preset="seq_tis")
-    assert replaced == CorrectionConfig(preset="seq_tis") and resolve(replaced).veto is None
-
-
 @pytest.mark.parametrize(*table("config_refusals"))
 def test_errors_name_key_value_and_what_is_allowed(block: Any, words: list[str]) -> None:
     refused(lambda: MismatchConfig.parse(block), *words)
@@ -174,13 +168,6 @@ def test_a_section_with_nothing_after_it_says_how_to_switch_it_on_and_off(
 )
 def test_a_key_that_is_given_twice_is_named(text: str, words: list[str]) -> None:
     refused(lambda: MismatchConfig.parse(text), "given twice", *words)
-
-
-def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "block.yaml").write_text("lr: {}\n")
-    assert MismatchConfig.parse("~/block.yaml") == MismatchConfig(lr=LrConfig())
-    refused(lambda: MismatchConfig.parse("~nobody-of-that-name/block.yaml"), "block.yaml cannot be read")
 
 
 @pytest.mark.parametrize(

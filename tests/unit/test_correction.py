@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -74,11 +73,6 @@ def test_malformed_sections_are_refused(section: dict[str, Any], words: list[str
     with pytest.raises(ConfigError) as error:
         resolve(CorrectionConfig(**section))
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_keys_go_over_the_preset() -> None:
-    found = resolve(CorrectionConfig(preset="decoupled_geo_rs_token_tis", upper=3.0, veto=1e-4))
-    assert found == dataclasses.replace(PRESETS["decoupled_geo_rs_token_tis"], upper=3.0, veto=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

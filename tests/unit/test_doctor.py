@@ -401,11 +401,6 @@ def test_a_temperature_beside_a_truncation_is_named_with_both_values(
     assert found.verdict == "explained", report(found)
 
 
-def test_two_truncations_are_no_temperature() -> None:
-    found = diagnose(*drawn(lambda z: best_of(6)(nucleus(0.85)(z))))
-    assert "temperature" not in {cause.key for cause in found.causes}, report(found)
-
-
 def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
     lines = [remedy(name, 0.7).loop for name in REMEDIES]
     blocks = [line for line in lines if line.startswith("mismatch:")]

@@ -1,4 +1,4 @@
-"""Files at paths that a user names: devices, pipes and links stay what they are, and no partial file stays."""
+"""Files at paths that a user names: pipes and links stay what they are, and no partial file stays."""
 
 from __future__ import annotations
 

@@ -271,14 +271,6 @@ def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_pa
     assert "Neither mean |Δlogp| nor k3" in report.verdict
 
 
-@pytest.mark.parametrize("text", ['{"log_history": [{}]}', "no json"])
-def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "trainer_state.json"
-    path.write_text(text)
-    with pytest.raises(RunDirectoryError, match=r"is not a log of TRL or verl"):
-        build(path)
-
-
 def ratio_log(folder: Path, ratios: Sequence[float], gap: float = 0.0031) -> Path:
     """Write TRL's own log of a run with these mean importance weights."""
     folder.mkdir(parents=True, exist_ok=True)
