@@ -20,8 +20,6 @@ import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.transformers import TrainedModel
 from mismatch_ext.adapters.vllm import Rollout, weights
-from mismatch_ext.adapters.vllm.doctor import VllmEngine
-from mismatch_ext.adapters.vllm.probes import score_tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule_with_warmup
 
@@ -116,29 +114,6 @@ def updated_by_run(model: str, out: str, updates: int, stale_head: bool = False)
             looks.look()
     rollout.shutdown()
     return {"looks": looks.found, "statuses": statuses}
-
-
-def updated_by_gate(model: str, updates: int) -> dict[str, Any]:
-    """Move every tensor and send all to the gate's engine, some times, and compare both sides after each update.
-
-    Args:
-        model: Folder of the model.
-        updates: Number of updates.
-    """
-    engine = VllmEngine(model, dtype="float32", arguments={"max_model_len": 64})
-    try:
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        looks = Looks(policy, lambda tokens: score_tokens(engine._llm, tokens.tolist()))
-        generator = torch.Generator().manual_seed(2)
-        for _ in range(updates):
-            with torch.no_grad():
-                for values in policy.parameters():
-                    values.add_(0.02 * values.std() * torch.randn(values.shape, generator=generator))
-            engine.update(policy)
-            looks.look()
-    finally:
-        engine.shutdown()
-    return {"looks": looks.found}
 
 
 def diagnosed(model: str, out: str, sampling: str) -> dict[str, Any]:

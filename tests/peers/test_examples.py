@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from examples import verl_cpu
 from mismatch_ext.log_reading import read_run
 from tests.commands import shell
 from tests.peers.engines.served import answering
@@ -181,45 +179,6 @@ def test_the_example_of_a_feature(name: str, tmp_path: Path) -> None:
         assert last["mismatch/lr_multiplier"] == 0.5
 
 
-def test_every_config_is_of_an_example() -> None:
-    assert {path.stem for path in (ROOT / "examples/configs").iterdir()} == {
-        *SEEDS,
-        "arithmetic",
-        "smollm2",
-        "verl_grpo",
-    }
-
-
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "verl_cpu"])
 def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
     assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)
-
-
-def test_verls_example_deletes_nothing_under_a_live_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_cpu, "WORK", tmp_path / "run")
-    (log := tmp_path / "run/log.txt").mkdir(parents=True)
-    with (tmp_path / "run.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for argument, said in (("--help", "0"), ("+mismatch={}", "another run of this example")):
-            monkeypatch.setattr("sys.argv", ["verl_cpu", argument])
-            with pytest.raises(SystemExit, match=said):
-                verl_cpu.main()
-    assert log.exists()
-
-
-def test_the_script_leaves_trls_defaults_to_other_models() -> None:
-    code = """
-import json, sys
-from examples.script import ScriptArguments, parse
-from mismatch_ext.adapters.trl import MismatchGRPOConfig
-from trl import GRPOConfig
-found = []
-for model in ("some/model", "dense"):
-    sys.argv[1:] = ["--model_name_or_path", model]
-    _, config = parse((ScriptArguments, MismatchGRPOConfig), {"output_dir": "unused"}, small={})
-    found.append([config.learning_rate, config.max_completion_length])
-stock = GRPOConfig(output_dir="unused", use_cpu=True)
-print("RESULT", json.dumps([*found, [stock.learning_rate, stock.max_completion_length]]))
-"""
-    own, small, stock = json.loads(python("-c", code).partition("RESULT ")[2])
-    assert own == stock and small == [5e-5, 112]

@@ -25,7 +25,6 @@ def described(record: RolloutRecord) -> dict[str, Any]:
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     trace = record.routing
     fields["provenance"] = dataclasses.asdict(record.provenance)
-    fields["types"] = {name: type(value).__name__ for name, value in fields.items()}
     fields["routing"] = trace and {
         "experts": trace.experts.tolist(),
         "dtype": str(trace.experts.dtype),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from mismatch_ext.adapters import sglang, vllm
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.versions import installed
 from tests.oracle import FACTOR, float32_error
 from tests.peers.engines.requests import COUNT, STOP, requests, rows
@@ -111,23 +107,12 @@ def rounding(expected: list[dict[str, Any]]) -> float:
 class TestRecords:
     """What a record holds, whichever engine it is of."""
 
-    def test_has_all_fields_in_their_types(self, records: Records, engine: str) -> None:
-        names = {field.name for field in dataclasses.fields(RolloutRecord)}
-        sources = {field.name for field in dataclasses.fields(Provenance)}
-        for record in records(engine):
-            assert set(record) == names | {"types", "same_traces"} and record["same_traces"]
-            assert set(record["provenance"]) == sources
-            types = record["types"]
-            assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {
-                "ndarray"
-            }
-            assert types["routing"] == "RoutingTrace" and types["request_id"] == "str"
-
     def test_holds_the_tokens(self, records: Records, expected: list[Any], engine: str) -> None:
         assert [r["prompt_ids"] for r in records(engine)] == [e["prompt"] for e in expected]
         assert [r["response_ids"] for r in records(engine)] == [e["response"] for e in expected]
         assert [r["request_id"] for r in records(engine)] == [str(i) for i in range(len(expected))]
         assert all(r["response_mask"] == [True] * len(r["response_ids"]) for r in records(engine))
+        assert all(r["same_traces"] for r in records(engine))
 
     def test_holds_log_probabilities_before_the_truncation(
         self, records: Records, expected: list[Any], engine: str
@@ -160,31 +145,6 @@ class TestRecords:
             }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["to_records", "to_traces", "to_provenance"])
-def test_both_engines_functions_take_the_same_arguments(name: str) -> None:
-    ours, theirs = (inspect.signature(getattr(engine, name)).parameters for engine in (vllm, sglang))
-    # SGLang's answers carry a stamp of their weights; vLLM's outputs are grouped by prompt, and its most likely tokens read.
-    own = {"weight_version", "n", "top_k"} if name != "to_provenance" else set()
-    assert set(ours) - own == set(theirs) - own
-    assert all(ours[parameter].kind == theirs[parameter].kind for parameter in set(ours) & set(theirs))
-    assert vllm.to_provenance is sglang.to_provenance
-
-
 def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]) -> None:
     lengths = [len(e["response"]) for e in expected]
     assert min(lengths) < COUNT == max(lengths)
-
-
-@pytest.mark.parametrize("engine", SGLANG)
-def test_both_engines_make_the_same_record(records: Records, expected: list[dict[str, Any]], engine: str) -> None:
-    own = {"provenance", "rollout_logprobs", "routing", "cached_tokens"}  # of SGLang, that is not read
-    gaps = []
-    for one, other in zip(records("vllm"), records(engine), strict=True):
-        assert one["cached_tokens"] is not None
-        for record in (one, other):
-            record["types"] = {name: kind for name, kind in record["types"].items() if name != "cached_tokens"}
-        assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
-        gaps.append(torch.tensor(one["rollout_logprobs"]) - torch.tensor(other["rollout_logprobs"]))
-        experts = [torch.tensor(record["routing"]["experts"]).sort(-1).values for record in (one, other)]
-        assert torch.equal(*experts)
-    assert float(torch.cat(gaps).abs().mean()) < FACTOR * rounding(expected)

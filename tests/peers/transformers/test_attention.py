@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
@@ -39,7 +37,6 @@ from transformers import (
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID
 from mismatch_ext.doctor import Sample, diagnose, report
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.evidence import ColumnBatch, lines_of
 from tests.models import tiny_gemma2, tiny_model
 
 PROBES = torch.randint(2, 16, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -60,21 +57,6 @@ def test_a_soft_cap_that_sdpa_drops_is_measured(dtype: torch.dtype, tmp_path: Pa
         assert dropped_cap(model, lambda: score_tokens(model, PROBES)) is None
     unmeasured = dropped_cap(model, None)
     assert unmeasured is not None and "not measured" in str(unmeasured)
-
-
-@pytest.mark.parametrize("cap", [1e6, None])
-def test_a_cap_that_changes_nothing_is_no_finding(cap: float | None, tmp_path: Path) -> None:
-    model = load_model(tiny_gemma2(tmp_path, cap=cap))
-    assert dropped_cap(model, lambda: score_tokens(model, PROBES)) is None
-
-
-def test_a_model_without_a_cap_is_not_run(tmp_path: Path) -> None:
-    model = load_model(tiny_model("dense", tmp_path))
-
-    def score() -> torch.Tensor:
-        raise AssertionError("a model without a soft cap was run")
-
-    assert dropped_cap(model, score) is None and complete_implementation(model) == "sdpa"
 
 
 def test_the_oracle_attends_by_all_of_the_model_and_the_trainer_by_what_the_run_has(tmp_path: Path) -> None:
@@ -167,33 +149,6 @@ def test_an_engine_without_the_cap_is_named_as_the_engine(tmp_path: Path) -> Non
     found = diagnose(sample, scorer.scores, causes)
     assert [cause.key for cause in found.causes] == ["attention_softcap"], report(found)
     assert "the engine's attention has no soft cap" in report(found)
-
-
-@pytest.mark.parametrize(("attention", "named"), [("eager", []), ("sdpa", ["attention"])])
-def test_rows_that_a_run_has_kept_are_scored_by_its_attention(attention: str, named: list[str], tmp_path: Path) -> None:
-    folder = tiny_gemma2(tmp_path / "model")
-    sample = drawn(folder)
-    policy: Any = load_model(folder)
-    policy.set_attn_implementation(attention)
-    scorer = Scorer(load_model(folder), sample, trainer_dtype="float32", engine_dtype="float32", attention=attention)
-    own = iter(scorer.scores.trainer.tolist())
-    settings = {"host": "trl", "dtype": "float32", "weights": "float32", "attention": implementation_of(policy)}
-    batch = ColumnBatch(
-        prompts=sample.prompts,
-        responses=sample.responses,
-        mask=sample.masks,
-        rollout=sample.logprobs,
-        trainer=[[next(own) for _ in row] for row in sample.responses],
-        settings=lambda: settings,
-    )
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(batch, "an alarm")), encoding="utf-8")
-    given = ["--model", str(folder), "--rollouts", str(path), "--dtype", "float32", "--quick", "--out", str(tmp_path)]
-    assert cli.main(["doctor", *given]) == (1 if named else 0)
-    found = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
-    assert [cause["key"] for cause in found["causes"]] == named, found
-    largest = max(abs(part["share"] or 0.0) for part in found["parts"])
-    assert math.isfinite(largest) and np.isfinite(found["ratio"])
 
 
 def test_a_model_of_several_parts_keeps_the_implementation_of_each() -> None:

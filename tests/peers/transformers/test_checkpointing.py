@@ -173,18 +173,3 @@ def test_recomputation_in_another_thread(reentrant: bool) -> None:
         thread.join()
     got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert equal(got, expected.gradients)
-
-
-def test_gradients_without_binding_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the binding is for: without it, recomputation takes the model's own routes and gradients change silently.
-    from mismatch_ext.adapters.transformers.routing import binding
-
-    monkeypatch.setattr(binding.Binding, "_bound", lambda self, function: function)
-    monkeypatch.setattr(binding, "runs_unbound", lambda gradients: False)
-    model, (_, own, _) = FAMILIES[QWEN].build(), case(QWEN)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    expected = replayed(case(QWEN)[0], another(own))
-    with replay_routing(model, another(own)):
-        logits, loss = forward(model)
-    assert torch.equal(logits, expected.logits)
-    assert not equal(backward(model, loss), expected.gradients)
