@@ -148,31 +148,6 @@ def test_every_rejection_rule_equals_verls(verl: Any, rules: str, thresholds: An
             compare(helper, config, settings, *batch(seed))
 
 
-def test_off_policy_mask_is_trls() -> None:
-    from trl import GRPOTrainer
-
-    settings = PRESETS["opsm"]
-    dropped = 0
-    for seed in range(20):
-        rollout, old, mask = batch(seed)
-        current = (
-            old - 0.7 * torch.rand(old.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
-        )
-        advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
-        theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], current, rollout, mask.double(), 0.5)
-        ours = correct(
-            old_logprobs=old,
-            rollout_logprobs=rollout,
-            response_mask=mask,
-            config=settings,
-            logprobs=current,
-            advantages=advantages,
-        ).mask
-        assert torch.equal(ours, mask & theirs.bool())
-        dropped += int((theirs == 0).sum())
-    assert 0 < dropped < 240
-
-
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
     """By default a k1 rule keeps lower <= rho <= upper; verl keeps 1/upper <= rho <= 1/lower, on the same batches otherwise."""

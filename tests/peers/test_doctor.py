@@ -17,7 +17,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Sample, read_rollouts
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED
 from mismatch_ext.errors import RecordError
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
@@ -40,47 +40,32 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run: Run, tmp_path: Path) -> None:
     found = run(scenarios.examined, out=str(tmp_path)).expect()
     clean, fault = found["clean"], found["fault"]
-    assert clean["status"] == 0 and clean["verdict"] == "clean" and clean["causes"] == [], clean["printed"]
-    assert "Clean" in clean["printed"] and str(tmp_path / "clean/doctor.json") in clean["printed"]
-    assert fault["status"] == 1 and fault["verdict"] == "explained", fault["printed"]
+    assert (clean["status"], clean["verdict"], clean["causes"]) == (0, "clean", []), clean["printed"]
+    assert (fault["status"], fault["verdict"]) == (1, "explained"), fault["printed"]
     (cause,) = fault["causes"]
-    assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
-    assert cause["status"] == "confirmed" and "to fix temperature:" in fault["printed"]
+    assert (cause["key"], cause["status"]) == ("temperature", "confirmed") and abs(cause["parameter"] - 0.9) < 0.005
+    assert "to fix temperature:" in fault["printed"]
     # What the engine says of itself needs no list: a decode with other weights than the prefill's.
-    rungs = {rung["name"]: rung for rung in clean["rungs"] if rung["side"] == "engine"}
-    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE]["mean"] < clean["gap"]["logp_abs_diff_mean"], rungs
-    assert "engine's own noise" in clean["seconds"] and clean["largest"]["parts"]
-    assert SAMPLED_AGAIN in {rung["name"] for rung in fault["rungs"]}
+    rungs = {rung["name"]: rung["mean"] for rung in clean["rungs"] if rung["side"] == "engine"}
+    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE] < clean["gap"]["logp_abs_diff_mean"], rungs
     stale = found["stale_decode"]
-    assert [cause["key"] for cause in stale["causes"]] == ["decode_path"], stale["printed"]
-    assert stale["status"] == 1 and stale["causes"][0]["status"] == "measured" and "--enforce-eager" in stale["printed"]
+    assert [(cause["key"], cause["status"]) for cause in stale["causes"]] == [("decode_path", "measured")]
     # One dtype, whichever option gave it: rounding is judged in the dtype that the engine computes in.
     live = found["live_dtype"]
     assert live["verdict"] == "clean" and live["gap"]["logp_abs_diff_mean"] < 1e-5, live["printed"]
-    run_dtypes = live["run"]["dtype"], live["run"]["trainer_dtype"], live["engine_dtype"]
-    assert run_dtypes == ("float32", "float32", "float32") and "dtype" not in live["run"]["arguments"]
-    # Nor does what each block says of the engine's own input.
     # Attention and MLP of each of the four layers, and the head.
-    assert len(clean["blocks"]) == 9 and "no block stands out" in clean["printed"], clean["printed"]
+    assert len(clean["blocks"]) == 9
     wrong = found["wrong_layer"]
     most = max(wrong["blocks"], key=lambda block: block["error"] / block["own"])
-    assert (most["layer"], most["kind"]) == (2, "mlp") and not stale["causes"][1:], wrong["printed"]
-    assert "block by block, largest at layer 2, mlp" in wrong["printed"] and wrong["status"] == 3, wrong["printed"]
+    assert (most["layer"], most["kind"], wrong["status"]) == (2, "mlp", 3), wrong["printed"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "{tmp}/none"], ["--model", "none cannot be loaded"]),
-        (["--prompts", "{tmp}/none"], ["--prompts", "none cannot be read"]),
-        (["--prompts", "{tmp}/empty.txt"], ["holds no prompt"]),
         (["--prompts", "{tmp}/wrong.jsonl"], ["line 3", '"prompt_ids"']),
-        (["--dtype", "bf16"], ["--dtype: 'bf16' is not allowed", "Did you mean 'bfloat16'"]),
-        (["--sampling", "top_p"], ["--sampling: 'top_p' is not of the form KEY=VALUE"]),
         (["--temperature", "0"], ["--temperature: 0.0 is not allowed"]),
-        (["--temperature", "nan"], ["--temperature: nan is not allowed"]),
-        (["--responses", "1"], ["--responses: 1 is not allowed; allowed: >= 2"]),
-        (["--seed", "-1"], ["--seed: -1 is not allowed"]),
         (["--prompts", "{tmp}/beyond.jsonl"], ["--prompts: token id 99 is beyond the vocabulary"]),
         (["--model", "{tmp}/damaged"], ["--model", "damaged cannot be loaded as a causal language model"]),
     ],
@@ -88,7 +73,6 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
 def test_what_cannot_be_examined_is_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "1+1="}\n\n{"text": "1+1="}\n')
     (tmp_path / "beyond.jsonl").write_text('{"prompt_ids": [3, 99]}\n')
     shutil.copytree(FOLDER / "dense", tmp_path / "damaged")

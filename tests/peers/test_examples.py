@@ -64,11 +64,6 @@ def check_loop(printed: str, folder: Path) -> list[tuple[float, ...]]:
         assert record.metrics["mismatch/rollout_is_mean"] == pytest.approx(1, abs=0.05)
     assert set(run.header["config"]) >= {"precision", "routing", "correction", "kl", "lr", "monitor"}
     assert run.header["trainer"]["autocast_dtype"] == run.header["engine"]["model_dtype"] == "float16"
-    python("-m", "mismatch_ext", "report", folder / "mismatch")
-    page = (folder / "mismatch/report.html").read_text("utf-8")
-    for part in ("training", "learning-rate", "gap", "routing", "weight-sync"):
-        assert f'<h2 id="{part}">' in page, part
-    assert "no reward was recorded" not in page
     return [tuple(map(float, row[:-1])) for row in said]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -33,13 +33,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     return unpack(layers=4)
-
-
-def expect_all_to_arrive(looks: list[dict[str, Any]]) -> None:
-    """Assert that five updates moved every tensor, the policy by far more than rounding, and the gap by rounding alone."""
-    print([f"gap {look['gap']:.2f} roundings, moved by {look['moved']:.0f}" for look in looks])
-    assert [look["same"] for look in looks] == [[]] * 5
-    assert all(look["gap"] < FACTOR and look["moved"] > 100 * FACTOR for look in looks), looks
 
 
 @pytest.mark.nightly
@@ -69,15 +62,6 @@ def test_trls_own_colocated_update_reaches_a_real_engine(run: Run, smollm2: Path
 def test_a_tensor_that_trls_own_update_loses_ends_the_run(run: Run, smollm2: Path, tmp_path: Path) -> None:
     found = run(scenarios_real_model.train_as_on_a_gpu, model=smollm2, out=tmp_path, lost="down_proj").expect()
     assert "weight update" in found["error"], found
-
-
-@pytest.mark.nightly
-def test_five_updates_of_all_tensors_in_a_row_reach_the_engine_of_a_run(
-    run: Run, smollm2: Path, tmp_path: Path
-) -> None:
-    found = run(scenarios.updated_by_run, model=smollm2, out=tmp_path, updates=5, timeout=600).expect()
-    assert found["statuses"] == ["in_sync"] * 5
-    expect_all_to_arrive(found["looks"])
 
 
 def test_an_update_that_misses_the_head_shows_in_units_of_rounding(run: Run, smollm2: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that mixes experts and sees images, with a batch that has an image in each row.
+"""Tiny random models of two families that mix experts and see images, with a batch that has an image in each row.
 
 Shapes: B rows, S positions, P patches of an image.
 """
@@ -30,13 +30,6 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         "Qwen3VLMoe", "qwen3_vl_moe_text", {"rope_parameters": _MROPE, "mlp_only_layers": [1]},
         {**_QWEN, "deepstack_visual_indexes": [0, 1]}, {**_IDS, **_AROUND},
     ),
-    "qwen3_5_moe": ("Qwen3_5Moe", "qwen3_5_moe_text", {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
-                    _QWEN, {**_IDS, **_AROUND}),
-    "glm4v_moe": (
-        "Glm4vMoe", "glm4v_moe_text", {},
-        {**{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"}, "image_size": _SIDE},
-        {**_IDS, "image_start_token_id": START, "image_end_token_id": END},
-    ),
     "llama4": (
         "Llama4", "llama4_text", {},
         {
@@ -44,14 +37,6 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
             "patch_size": _PATCH, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24,
         },
         {"image_token_index": IMAGE},
-    ),
-    "aria": (
-        "Aria", "aria_text", {},
-        {
-            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "image_size": _SIDE,
-            "patch_size": _PATCH,
-        },
-        {"image_token_index": IMAGE, "projector_patch_to_query_dict": {16: TOKENS}},
     ),
 }  # fmt: skip
 
@@ -86,7 +71,7 @@ def batch(name: str) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     ids[1, 12:], mask[1, 12:] = 0, 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if name in ("llama4", "aria"):
+    if name == "llama4":
         return inputs | {"pixel_values": torch.randn(2, 3, _SIDE, _SIDE, generator=generator)}
     patches = 4 * TOKENS
     return inputs | {

@@ -18,7 +18,7 @@ def kl_in_trl(model: str, out: str) -> dict[str, Any]:
     moved(trainer)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"steps": [_of_kl(step) for step in steps], "state": trainer.mm.state()["kl"], "own": steps[0]["kl"]}
+    return {"steps": [_of_kl(step) for step in steps], "own": steps[0]["kl"]}
 
 
 def kl_in_verl() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def kl_in_verl() -> dict[str, Any]:
     assert block is not None
     with driving(kl=block.kl) as (driver, _):
         steps = [{f"mismatch/{k}": v for k, v in adapted(proto(), driver.term).items()} for _ in range(2)]
-        return {"steps": [_of_kl(step) for step in steps], "state": driver.term.state_dict()}
+        return {"steps": [_of_kl(step) for step in steps]}
 
 
 def _of_kl(step: dict[str, Any]) -> dict[str, float]:

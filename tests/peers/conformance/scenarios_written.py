@@ -1,15 +1,10 @@
-"""One short run in each host with the same block: what its metrics file holds, and what it says of checkpoints."""
+"""One short run in each host with the same block: what its metrics file holds."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.errors import MismatchError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import Role
 
@@ -21,31 +16,7 @@ ALARMS = {
     "misspelt": {"above": 1.0},
 }
 BLOCK = {"lr": RATE, "monitor": {"default_alarms": False, "alarms": ALARMS}}
-OTHER_TRIGGER = {"lr": {"trigger": "grad_norm"}, "monitor": {"default_alarms": False}}
 STEPS = 4
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """Yield what the rate's control warns of."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mismatch_ext.lr")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
-def refusal(run: Any, *args: Any, **kwargs: Any) -> str:
-    """Return what was refused."""
-    try:
-        run(*args, **kwargs)
-    except MismatchError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
 
 
 def written(run_dir: Path) -> dict[str, Any]:
@@ -70,14 +41,8 @@ def written(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def without_rate(state: Path) -> None:
-    """Take the rate's state out of a checkpoint."""
-    saved = json.loads(state.read_text())
-    state.write_text(json.dumps({**saved, "lr": None}))
-
-
 def in_trl(model: str, out: str) -> dict[str, Any]:
-    """Train by the trainer and by the callback, resume with another trigger, and resume without the rate's state."""
+    """Train by the trainer and by the callback."""
     from mismatch_ext.adapters.trl import MismatchCallback, MismatchGRPOConfig, MismatchGRPOTrainer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -97,16 +62,11 @@ def in_trl(model: str, out: str) -> dict[str, Any]:
     for name in ("trainer", "callback"):
         built(name, BLOCK).train()
         found[name] = written(Path(out) / name / "mismatch")
-    [checkpoint] = (Path(out) / "trainer").glob("checkpoint-*")  # of the alarm that stopped it
-    found["trigger"] = refusal(built("trainer", OTHER_TRIGGER).train, resume_from_checkpoint=str(checkpoint))
-    without_rate(checkpoint / "mismatch.json")
-    with heard() as said:
-        built("trainer", {**BLOCK, "monitor": {"default_alarms": False}}).train(resume_from_checkpoint=str(checkpoint))
-    return found | {"without": said}
+    return found
 
 
 def in_verl(model: str, out: str) -> dict[str, Any]:
-    """Update by verl's real worker, and log by our driver's own methods; resume the worker as in the other host."""
+    """Update by verl's real worker, and log by our driver's own methods."""
     import tests.peers.verl.in_process  # noqa: F401, what verl reads when it is imported
 
     # isort: split
@@ -160,10 +120,4 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
         driver._record(metrics, step)
     driver._log.end("completed", step=driver._updated_step)
     found: dict[str, Any] = {"verl": written(Path(out) / "mismatch"), "stopped": driver.total_training_steps}
-    actor = Path(out) / "actor"
-    built.save_checkpoint(str(actor))
-    found["trigger"] = refusal(worker(model, OTHER_TRIGGER, optimizer=optimizer).load_checkpoint, str(actor))
-    without_rate(actor / "mismatch.json")
-    with heard() as said:
-        worker(model, BLOCK, optimizer=optimizer).load_checkpoint(str(actor))
-    return found | {"without": said}
+    return found

@@ -1,10 +1,6 @@
-"""45 faults, and clean set-ups, that the doctor was not written for: what is planted, what may be said of it, and a judge.
+"""Faults, and clean set-ups, that the doctor was not written for: what is planted, what may be said of it, and a judge.
 
-    python -m tests.peers.doctor.unseen            # all of them, with what the doctor says and the seconds of each
-    python -m tests.peers.doctor.unseen 08b 16a    # some
-
-They were planted on 25 November 2026 for the first time. What is right to say follows from what is planted, and was written down
-before this doctor was asked.
+What is right to say follows from what is planted, and was written down before this doctor was asked.
 """
 
 from __future__ import annotations
@@ -13,16 +9,11 @@ import copy
 import json
 import os
 import random
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +23,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
-from mismatch_ext.adapters.transformers.doctor import models
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
 from mismatch_ext.adapters.vllm.engine import runner
@@ -44,15 +34,10 @@ from examples.arithmetic.recipe import RECIPES
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import UNFAMILIAR_DIGITS, make_dataset
 from examples.arithmetic.tokenizer import EOS_ID, encode
-from examples.doctor import lora
 from mismatch_ext.doctor import Sample, read_rollouts
 from mismatch_ext.doctor.diagnose import STANDS_OUT
 from mismatch_ext.doctor.tokens import SURE
-from mismatch_ext.errors import MismatchError, RecordError
-from tests.peers.conftest import LAUNCHED
 from tests.peers.doctor.faults import Edit, Engines, LentRun, Planted, Tensors, edited, plant, said
-from tests.peers.scenarios import Scenario, run_fresh
-from tests.rendezvous import rendezvous
 
 PROMPTS = Path(__file__).parents[3] / "examples/doctor/prompts.jsonl"
 RIGHT_NAME, RIGHT_PLACE = "right name", "right place, unexplained"
@@ -85,15 +70,12 @@ class Unseen(Planted):
         refused: What the refusal of such a log says.
         own: Edits the configuration that the trainer reads.
         both: The trainer holds the edited checkpoint, too.
-        adapter: The trainer holds an adapter, and the engine the base with so many times its change; 1 is no fault.
         told: Whether the doctor is told of the older checkpoint.
         engine: Changes the live model of every engine that starts.
         loader: Changes the tensors that an engine loads.
-        trainer: Changes the trainer's model, with which the oracle computes, too.
         passing: Changes the model while the trainer's own pass computes.
         asked: Changes each prompt on both sides.
         log: Returns response ids and log-probabilities as they are logged.
-        trl: Changes what a run of TRL scores with: gets the model and the attention mask, and returns the mask.
         long: Whether prompts and responses are long.
     """
 
@@ -106,15 +88,12 @@ class Unseen(Planted):
     refused: str = ""
     own: Edit | None = None
     both: bool = False
-    adapter: float | None = None
     told: bool = True
     engine: Callable[[Any], None] = nothing
     loader: Callable[[Tensors], None] = nothing
-    trainer: Callable[[Any], None] = nothing
     passing: Callable[[Any], AbstractContextManager[None]] = nullcontext
     asked: Callable[[list[int]], list[int]] | None = None
     log: Callable[[Sample, Any], tuple[Rows, Rows]] | None = None
-    trl: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     long: bool = False
 
 
@@ -144,33 +123,9 @@ def _final_epsilon(model: Any) -> None:
     model.model.norm.variance_epsilon = 1e-5
 
 
-def _normed(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what an RMSNorm makes that never leaves x's dtype."""
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-    return normed * module.weight.to(x.dtype)
-
-
-def _rounding_norms(model: Any) -> None:
-    def forward(module: Any, x: torch.Tensor, residual: Any = None) -> Any:
-        x = x if residual is None else x + residual
-        return _normed(module, x) if residual is None else (_normed(module, x), x)
-
-    for module in model.modules():
-        if type(module).__name__ == "RMSNorm":
-            module.forward = partial(forward, module)
-
-
 @contextmanager
-def _rounding_norms_now(model: Any) -> Iterator[None]:
-    norms = [module for module in model.modules() if type(module).__name__ == "Qwen3RMSNorm"]
-    for module in norms:
-        module.forward = lambda x, module=module: _normed(module, x.to(torch.bfloat16))
-    yield
-    for module in norms:
-        del module.forward
-
-
-def _half_layer(model: Any) -> None:
+def _half_layer(model: Any) -> Iterator[None]:
+    """Compute layer 2 in bfloat16."""
     layer = model.model.layers[2]
     own = layer.forward
 
@@ -180,32 +135,12 @@ def _half_layer(model: Any) -> None:
         return (out[0].to(hidden.dtype), *out[1:]) if isinstance(out, tuple) else out.to(hidden.dtype)
 
     layer.forward = forward
-
-
-@contextmanager
-def _half_layer_now(model: Any) -> Iterator[None]:
-    _half_layer(model)
     yield
-    del model.model.layers[2].forward
+    del layer.forward
 
 
-def _half_layer_of_run(model: Any, mask: torch.Tensor) -> torch.Tensor:
-    if "forward" not in vars(model.model.layers[2]):
-        _half_layer(model)
-    return mask
-
-
-def _attends_to_padding(every: int, model: Any, mask: torch.Tensor) -> torch.Tensor:
-    mask = mask.clone()
-    mask[::every] = 1
-    return mask
-
-
-def _drops(model: Any, mask: torch.Tensor) -> torch.Tensor:
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.05
-        layer.self_attn.train()
-    return mask
+def _capped_logits(model: Any) -> None:
+    model.logits_processor.soft_cap = 12.0
 
 
 def _gelu(model: Any) -> None:
@@ -228,10 +163,6 @@ def _exchanged(weights: Tensors) -> None:
     """Exchange a query head of 32 rows with a key head."""
     query, key = (_named(weights, f"layers.2.self_attn.{name}_proj.weight") for name in "qk")
     query[:32], key[:32] = key[:32].clone(), query[:32].clone()
-
-
-def _smaller_equals(weights: Tensors) -> None:
-    _named(weights, "embed_tokens.weight")[encode("=")[0]] *= 0.9
 
 
 def _no_query_norm(weights: Tensors) -> None:
@@ -282,7 +213,8 @@ def _merged_row(weights: Tensors) -> None:
         weights[name] = torch.cat([weights[name], row])
 
 
-def _retokenized(how: str, sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+def _retokenized(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+    """Log two tokens as one, with the sum of their log-probabilities."""
     responses, logprobs = [], []
     for ids, values in zip(sample.responses, sample.logprobs, strict=True):
         merged, summed, at = [], [], 0
@@ -292,13 +224,16 @@ def _retokenized(how: str, sample: Sample, engine: Any) -> tuple[Rows, Rows]:
             summed.append(sum(values[at : at + step]))
             at += step
         responses.append(tuple(merged))
-        logprobs.append({"fewer": values, "cut": values[: len(merged)]}.get(how, tuple(summed)))
-    if how == "again":
-        masks = tuple((True,) * len(row) for row in responses)
-        logprobs = engine.score(
-            replace(sample, responses=tuple(responses), logprobs=tuple(logprobs), masks=masks)
-        ).logprobs
+        logprobs.append(tuple(summed))
     return responses, logprobs
+
+
+def _retokenized_and_scored(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+    """Log two tokens as one, with what the engine makes of it."""
+    responses, logprobs = _retokenized(sample, engine)
+    masks = tuple((True,) * len(row) for row in responses)
+    changed = {"responses": tuple(responses), "logprobs": tuple(logprobs), "masks": masks}
+    return responses, engine.score(replace(sample, **changed)).logprobs
 
 
 def _as_sampled(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
@@ -322,30 +257,16 @@ TAIL: dict[str, Any] = {
 FAULTS = {
     "01a": Unseen(what="rope_theta x 1.05 in layers 0 and 1", **ROPE),
     "01b": Unseen(what="the same, float32", run=SINGLE, **ROPE),
-    "01c": Unseen(what="the same, float16", run=HALF, **ROPE),
-    "02a": Unseen(what="half the rows of one expert x 0.7", kind="moe", weights=partial(_expert, slice(0, 64)), place=MLP[1:2],
-                  clean=SMALL),
     "02c": Unseen(what="the same by the loader, float32", kind="moe", loader=partial(_expert, slice(0, 64)), place=MLP[1:2],
                   run=SINGLE),
-    "02e": Unseen(what="all rows of that expert, float16", kind="moe", weights=partial(_expert, slice(None)), place=MLP[1:2],
-                  run=HALF),
     "03a": Unseen(what="temperature 0.98, and layer 2 of an older checkpoint", names=(("temperature",), ("stale_layer",)),
                   run=_run(temperature=0.98), **STALE),
     "03b": Unseen(what="the same, of an unknown checkpoint", run=_run(temperature=0.98), **UNTOLD),
-    "03c": Unseen(what="the same, of an unknown checkpoint, float16", run=_run("float16", temperature=0.98), **UNTOLD),
-    "04a": Unseen(trainer=_half_layer, place=(ATTENTION[2], MLP[2]), **HALVED),
-    "04b": Unseen(passing=_half_layer_now, names=(("trainer_dtype",),), **HALVED),
-    "04c": Unseen(trl=_half_layer_of_run, names=(("trainer_dtype",),), place=(OWN_PASS,), **HALVED),
-    "05a": Unseen(what="log: two tokens as one, too many log-probabilities", log=partial(_retokenized, "fewer"),
-                  refused="must be equal", **MERGES),
-    "05b": Unseen(what="log: two tokens as one, log-probabilities cut", log=partial(_retokenized, "cut"), part=("shifted",),
-                  **MERGES),
-    "05c": Unseen(what="log: two tokens as one, log-probabilities added", log=partial(_retokenized, "summed"), **MERGES),
-    "05d": Unseen(what="log: two tokens as one, scored again", log=partial(_retokenized, "again"), place=(TOKENS,), **MERGES),
+    "04b": Unseen(passing=_half_layer, names=(("trainer_dtype",),), **HALVED),
+    "05c": Unseen(what="log: two tokens as one, log-probabilities added", log=_retokenized, **MERGES),
+    "05d": Unseen(what="log: two tokens as one, scored again", log=_retokenized_and_scored, place=(TOKENS,), **MERGES),
     "06a": Unseen(what="window: trainer 64, engine 48", own=_window(64), config=_window(48), long=True,
                   names=(("sliding_window",),), within={"sliding_window": (48, 48)}, place=ATTENTION),
-    "06b": Unseen(what="window: trainer 48, engine 64", own=_window(48), config=_window(64), long=True,
-                  names=(("sliding_window",),), within={"sliding_window": (64, 64)}, place=ATTENTION),
     "06c": Unseen(what="window: trainer 64, engine none", own=_window(64), long=True, names=(("sliding_window",),),
                   place=ATTENTION),
     "07a": Unseen(what="fp8 keys and values in layers 1 and 3", engine=_fp8_cache_in_odd_layers,
@@ -356,48 +277,31 @@ FAULTS = {
                   run=_run(temperature=0.9, top_p=0.95), within={"temperature": (0.88, 0.92), "top_p": (0.93, 0.97)}),
     "08c": Unseen(what="temperature 0.95 and top_k 6", names=(("temperature",), ("top_k",)),
                   run=_run(temperature=0.95, top_k=6), **TAIL),
-    "09a": Unseen(what="adapter merged twice", adapter=2.0, place=ATTENTION + MLP),
-    "09b": Unseen(what="adapter not applied", adapter=0.0, names=(("adapter_not_applied",),), place=ATTENTION + MLP),
-    "10a": Unseen(what="run: every second row's mask lost", trl=partial(_attends_to_padding, 2), place=(OWN_PASS,)),
-    "10b": Unseen(what="run: dropout of attention in its own pass", trl=_drops, names=(("dropout",),), place=(OWN_PASS,)),
-    "10c": Unseen(what="run: every row's mask lost", trl=partial(_attends_to_padding, 1), place=(OWN_PASS,)),
     "11a": Unseen(what="raw log-probabilities, temperature 0.7 on both sides", names=(("raw_logprobs",),), place=(REQUEST,),
                   run=_run(arguments=RAW, **COOLED)),
     "11b": Unseen(what="the same with top_p 0.9", names=(("raw_logprobs",), ("top_p",)),
                   run=_run(arguments=RAW, top_p=0.9, **COOLED), **TAIL),
     "12c": Unseen(what="epsilon of all norms x 10, float32", config=_epsilon, run=SINGLE, names=(("norm_eps",),),
                   part=("qk_norm_eps",), within={"norm_eps": (9.5, 10.5)}, place=ATTENTION),
-    "12d": Unseen(what="the engine's norms in bfloat16 throughout", engine=_rounding_norms, place=ATTENTION),
-    "12e": Unseen(what="the trainer's norms in bfloat16 throughout", passing=_rounding_norms_now, names=(("trainer_dtype",),),
-                  clean=MISSED),
     "14a": Unseen(what="two tokens in front of the prompt", seen=lambda ids: [*BOS, *BOS, *ids], part=("extra_token",),
                   place=(REQUEST,)),
     "14b": Unseen(what="a system prompt of 6 tokens, in the engine alone", seen=lambda ids: [*SYSTEM, *ids], place=(REQUEST,)),
-    "14c": Unseen(what="log: the system prompt twice", asked=lambda ids: [*SYSTEM, *ids], seen=lambda ids: [*SYSTEM, *ids],
-                  log=_as_sampled),
     "14d": Unseen(what="log: the first token twice", asked=lambda ids: [*BOS, *ids], seen=lambda ids: [*BOS, *ids],
                   log=_as_sampled, names=(("extra_token",),)),
     "15a": Unseen(what="a query and a key head exchanged by the loader", loader=_exchanged, place=ATTENTION[2:3]),
-    "15b": Unseen(what="a query and a key head exchanged in the checkpoint", weights=_exchanged, place=ATTENTION[2:3]),
     "16a": Unseen(what="fp8 in the MLPs alone", weights=_fp8_mlps, names=(("weights_fp8",),), place=MLP, clean=MISSED),
-    "16b": Unseen(what="norms of an older checkpoint", clean=SMALL, **NORMS),
     "16d": Unseen(what="norms of an older checkpoint, float32", run=SINGLE, **NORMS),
-    "17a": Unseen(what="the embedding of one token x 0.9", loader=_smaller_equals, clean=SMALL),
     "17b": Unseen(what="GELU in layer 1", engine=_gelu, place=MLP[1:2]),
     "17d": Unseen(what="layer 3 without its norm of queries", loader=_no_query_norm, place=ATTENTION[3:]),
+    "18a": Unseen(what="logits capped at 12", engine=_capped_logits, names=(("softcap",),), within={"softcap": (10.8, 13.2)}),
 }  # fmt: skip
 CLEAN = {
     "12a": Unseen(what="clean: the last norm's epsilon x 10, which moves nothing", engine=_final_epsilon),
-    "12b": Unseen(what="clean: the same, float32", engine=_final_epsilon, run=SINGLE),
     "13a": Unseen(what="clean"),
     "13b": Unseen(what="clean: experts, R3", kind="moe", run=_run() | {"replays": True}),
     "13c": Unseen(what="clean: float16", run=HALF),
     "13d": Unseen(what="clean: a window of 64 on both sides", config=_window(64), both=True, long=True),
-    "13e": Unseen(what="clean: an adapter on both sides", adapter=1.0),
     "13f": Unseen(what="clean: a log", log=_as_sampled),
-    "13h": Unseen(what="clean: experts", kind="moe"),
-    "13i": Unseen(what="clean: another seed", run=_run(seed=1)),
-    "13k": Unseen(what="clean: experts, another seed", kind="moe", run=_run(seed=1)),
     "13m": Unseen(what="clean: temperature 0.7 on both sides", run=_run(**COOLED)),
 }
 
@@ -407,16 +311,11 @@ def hooked(fault: Unseen) -> Iterator[None]:
     """Plant what is in no checkpoint and in no request."""
     from vllm.model_executor.models import qwen3, qwen3_moe
 
-    start, load, own = VllmEngine.__init__, models.load_model, Scorer.as_trainer
+    start, own = VllmEngine.__init__, Scorer.as_trainer
 
     def started(engine: VllmEngine, *args: Any, **kwargs: Any) -> None:
         start(engine, *args, **kwargs)
         fault.engine(runner(engine._llm).model)
-
-    def loaded(path: Any, option: str = "--model", config: Any = None) -> Any:
-        model = load(path, option, config)
-        fault.trainer(model)
-        return model
 
     @contextmanager
     def passing(scorer: Scorer) -> Iterator[None]:
@@ -435,7 +334,6 @@ def hooked(fault: Unseen) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(VllmEngine, "__init__", started))
-        stack.enter_context(patch.object(models, "load_model", loaded))
         stack.enter_context(patch.object(Scorer, "as_trainer", passing))
         for kind in (qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
             stack.enter_context(loading(kind))
@@ -443,7 +341,7 @@ def hooked(fault: Unseen) -> Iterator[None]:
 
 
 def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
-    """Return the run with a fault, as `plant` does, with another trainer's checkpoint, or with an adapter."""
+    """Return the run with a fault, as `plant` does, with another trainer's checkpoint."""
     run: Any = plant(replace(fault, run=fault.run or _run()), folder, engines)[0]
     if fault.both:
         run = replace(run, model=run.engine_model, engine_model=None)
@@ -455,32 +353,12 @@ def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
         )
     if not fault.told:
         run = replace(run, older=())
-    if fault.adapter is not None:
-        lora.trained(folder)
-        adapter = folder / f"checkpoint-{lora.STEPS}"
-        merged = dict(models.load_model(adapter).named_parameters())
-
-        def times(weights: Tensors) -> None:
-            for name in weights:
-                weights[name] += fault.adapter * (merged[name].detach() - weights[name])
-
-        served = None if fault.adapter == 1 else edited(FOLDER / fault.kind, folder / "served", None, times)
-        run = replace(run, model=str(adapter), engine_model=served)
     return run
 
 
-def found(number: str, fault: Unseen, folder: Path, engines: Engines) -> Any:
+def found(fault: Unseen, folder: Path, engines: Engines) -> Any:
     """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
     folder.mkdir()
-    if fault.trl:
-        scenario, payload = (
-            Scenario("tests.peers.doctor.unseen", "kept_by_a_run"),
-            {"number": number, "out": str(folder)},
-        )
-        # An engine in this process says that it is a rank.
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-        ran = run_fresh(scenario, payload, {**variables, **rendezvous()}, 600)
-        return json.loads(json.dumps(ran.expect()), object_hook=lambda fields: SimpleNamespace(**fields))
     run = planted(fault, folder, engines)
     rows: Any = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     rows = make_dataset(192, UNFAMILIAR_DIGITS, seed=77) if fault.long else rows
@@ -497,8 +375,6 @@ def found(number: str, fault: Unseen, folder: Path, engines: Engines) -> Any:
                 return logged(fault, run, prompts, seen, folder / "rollouts.jsonl")
             sizes = {"responses": 96, "max_tokens": 128} if fault.long else {"responses": 192, "max_tokens": 96}
             return examine(run, prompts, seen=seen, **sizes)
-    except RecordError as error:
-        return str(error)
     finally:
         if live:
             engines.end()
@@ -514,40 +390,6 @@ def logged(fault: Unseen, run: LentRun, prompts: Any, seen: Any, path: Path) -> 
     lines = [dict(zip(keys, row, strict=True)) for row in zip(sample.prompts, responses, logprobs, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return examine_logged(run, read_rollouts(path))
-
-
-def kept_by_a_run(number: str, out: str) -> dict[str, Any]:
-    """Train with TRL, plant a fault in how the trainer scores, and return what the doctor says of the rows that the run kept."""
-    from trl import GRPOTrainer
-
-    import examples.trl_grpo as script
-
-    fault, score = FAULTS[number], GRPOTrainer._get_per_token_logps_and_entropies
-    assert fault.trl is not None
-
-    @wraps(score)
-    def scored(trainer: Any, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return score(trainer, model, input_ids, fault.trl(model, attention_mask), *args, **kwargs)  # type: ignore[misc]
-
-    dtype = fault.run.get("dtype", "bfloat16")
-    alarm = {"tokens": {"above": 0.0, "patience": 1}}
-    block = {"monitor": {"alarms": alarm}, "precision": {"dtype": dtype}}
-    given = {"output_dir": out, "eval_prompts": 0, "bf16": dtype == "bfloat16", "mismatch": json.dumps(block)}
-    given |= {
-        "max_steps": 2,
-        "max_completion_length": 96,
-        "per_device_train_batch_size": 160,
-        "vllm_max_model_length": 160,
-    }
-    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", scored):
-        with patch.object(sys, "argv", ["trl_grpo.py", *arguments]):
-            # A check of the run may stop it once the rows are kept.
-            with suppress(MismatchError):
-                script.main()
-    kept = read_rollouts(next(Path(out).glob("**/evidence-1.jsonl.gz")))
-    sides = LentRun(model=str(FOLDER / "dense"), dtype=dtype, trainer_dtype=dtype)
-    return examine_logged(sides, kept, quick=True).data()
 
 
 def places(found: Any) -> Iterator[Any]:
@@ -567,8 +409,6 @@ def places(found: Any) -> Iterator[Any]:
 
 def judged(fault: Unseen, found: Any) -> str:
     """Return how right a diagnosis is, by what is planted and nothing else."""
-    if isinstance(found, str):
-        return RIGHT_NAME if fault.refused and fault.refused in found else WRONG
     if fault in CLEAN.values():
         return CLEAR if found.verdict == "clean" and not found.causes else ACCUSED
     pointed = set(places(found))
@@ -592,51 +432,14 @@ def judged(fault: Unseen, found: Any) -> str:
     return PARTLY if causes else HONEST
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A line of the table."""
-
-    number: str
-    what: str
-    said: str
-    verdict: str
-    judged: str
-    seconds: float
-
-    def __str__(self) -> str:
-        said = self.said.replace("|", "/")
-        return f"| {self.number} | {self.what} | {said} | {self.verdict} | {self.judged} | {self.seconds:.0f} |"
-
-
-def table(faults: Mapping[str, Unseen], folder: Path) -> Iterator[Row]:
-    """Yield what the doctor says of each fault, and how right that is."""
-    engines = Engines()
+def table(faults: Mapping[str, Unseen], folder: Path) -> dict[str, tuple[str, str]]:
+    """Return, for each fault, how right the doctor is and what it says."""
+    rows, engines = {}, Engines()
     try:
         for number, fault in faults.items():
-            began = time.perf_counter()
-            diagnosis = found(number, fault, folder / number, engines)
-            judgement = judged(fault, diagnosis)
-            words, verdict = [diagnosis], "refused"
-            if not isinstance(diagnosis, str):
-                words, verdict = [*said(diagnosis), *(str(place) for place in places(diagnosis))], diagnosis.verdict
-            yield Row(
-                number=number, what=fault.what, said="; ".join(words), verdict=verdict, judged=judgement,
-                seconds=time.perf_counter() - began,
-            )  # fmt: skip
+            diagnosis = found(fault, folder / number, engines)
+            words = [*said(diagnosis), *(str(place) for place in places(diagnosis))]
+            rows[number] = judged(fault, diagnosis), f"{fault.what}: {'; '.join(words)}"
     finally:
         engines.end()
-
-
-def main(faults: Mapping[str, Unseen]) -> None:
-    """Print the table of all, or of the numbers that are given."""
-    asked = sys.argv[1:] or [*faults]
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for row in table({number: faults[number] for number in asked}, Path(folder)):
-            print(row, flush=True)
-            counts[row.judged] += 1
-    print(", ".join(f"{judgement}: {count}" for judgement, count in counts.most_common()))
-
-
-if __name__ == "__main__":
-    main(FAULTS | CLEAN)
+    return rows

@@ -17,25 +17,19 @@ from mismatch_ext.adapters.transformers.attention import (
     complete_implementation,
     dropped_cap,
     implementation_of,
-    soft_caps,
     trainer_implementation,
 )
-from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.scoring import score_tokens
 from transformers import (
     AutoConfig,
-    AutoModelForImageTextToText,
-    Gemma2Config,
     GptOssConfig,
     GptOssForCausalLM,
-    PaliGemmaConfig,
-    SiglipVisionConfig,
 )
 
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID
-from mismatch_ext.doctor import Sample, diagnose, report
+from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError
 from tests.models import tiny_gemma2, tiny_model
 
@@ -134,37 +128,3 @@ def test_a_log_of_gemma_2_is_clean_with_eager_and_names_the_trainers_sdpa(
     assert (cause["key"], cause["family"], cause["status"]) == ("attention", "trainer", "measured"), page
     assert "the trainer's attention (sdpa) has no soft cap" in page and 'attn_implementation="eager"' in page
     assert "refuted" not in page and "Explained" in page, page
-
-
-def test_an_engine_without_the_cap_is_named_as_the_engine(tmp_path: Path) -> None:
-    folder = tiny_gemma2(tmp_path / "model")
-    served: Any = load_model(folder)
-    for module, name in soft_caps(served):
-        setattr(module, name, None)
-    sample = drawn(folder)
-    values = iter(Scorer(served, sample, trainer_dtype="float32", engine_dtype="float32").logprobs().tolist())
-    sample = replace(sample, logprobs=tuple(tuple(next(values) for _ in row) for row in sample.responses))
-    scorer = Scorer(load_model(folder), sample, trainer_dtype="float32", engine_dtype="float32", attention="eager")
-    causes = [cause for cause in of_model(scorer) if cause.key == "attention_softcap"]
-    found = diagnose(sample, scorer.scores, causes)
-    assert [cause.key for cause in found.causes] == ["attention_softcap"], report(found)
-    assert "the engine's attention has no soft cap" in report(found)
-
-
-def test_a_model_of_several_parts_keeps_the_implementation_of_each() -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    text = Gemma2Config(num_key_value_heads=1, head_dim=16, vocab_size=64, attn_logit_softcapping=5.0, **small)
-    vision = SiglipVisionConfig(image_size=28, patch_size=14, **small)
-    config = PaliGemmaConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
-    asked = {"text_config": "eager", "vision_config": "sdpa"}
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=asked)
-    assert implementation_of(model) == "eager" and dropped_cap(model, lambda: pytest.fail("scored")) is None
-    with attending_by(model, "sdpa"):
-        assert implementation_of(model) == "sdpa"
-    found = {name: getattr(model.config, name)._attn_implementation for name in asked}
-    assert found == asked and model.config._attn_implementation == "sdpa"
