@@ -64,7 +64,7 @@ class Planted:
     tokens: int = MAX_TOKENS
 
 
-def _merged(changes: dict[str, Any]) -> Edit:
+def merged(changes: dict[str, Any]) -> Edit:
     """Merge changes into a configuration, and into the tables that it has."""
 
     def edit(config: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def _edit(row: dict[str, Any]) -> Callable[[Tensors], None]:
     return edit(**arguments)
 
 
-def _seen(row: dict[str, Any]) -> Callable[[list[int]], list[int]]:
+def prompts_changed(row: dict[str, Any]) -> Callable[[list[int]], list[int]]:
     """Return what the engine is asked in the place of a prompt."""
 
     def change(ids: list[int]) -> list[int]:
@@ -173,7 +173,7 @@ def _seen(row: dict[str, Any]) -> Callable[[list[int]], list[int]]:
 def _read(row: dict[str, Any]) -> Planted:
     """Return a fault from its row in faults.toml."""
     fields = dict(row)
-    for name, read in (("config", _merged), ("weights", _edit), ("seen", _seen)):
+    for name, read in (("config", merged), ("weights", _edit), ("seen", prompts_changed)):
         if name in fields:
             fields[name] = read(fields[name])
     fields["older"] = tuple(map(_edit, row.get("older", ())))

@@ -9,10 +9,10 @@ import copy
 import json
 import os
 import random
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,11 +33,22 @@ from examples.arithmetic.pretrain import IGNORED, draw_demonstrations, pack
 from examples.arithmetic.recipe import RECIPES
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import UNFAMILIAR_DIGITS, make_dataset
-from examples.arithmetic.tokenizer import EOS_ID, encode
+from examples.arithmetic.tokenizer import encode
 from mismatch_ext.doctor import Sample, read_rollouts
 from mismatch_ext.doctor.diagnose import STANDS_OUT
 from mismatch_ext.doctor.tokens import SURE
-from tests.peers.doctor.faults import Edit, Engines, LentRun, Planted, Tensors, edited, plant, said
+from tests.peers.doctor.faults import (
+    Edit,
+    Engines,
+    LentRun,
+    Planted,
+    Tensors,
+    edited,
+    merged,
+    plant,
+    prompts_changed,
+    said,
+)
 
 PROMPTS = Path(__file__).parents[3] / "examples/doctor/prompts.jsonl"
 RIGHT_NAME, RIGHT_PLACE = "right name", "right place, unexplained"
@@ -45,10 +56,8 @@ PARTLY, HONEST, SMALL = "partly, honest", "unexplained, honest", "below rounding
 WRONG, OVER, FALSE, MISSED = "wrong name", "over-claimed", "false clean", "missed"
 CLEAR, ACCUSED = "clean", "accused"
 RIGHT, BAD = {RIGHT_NAME, RIGHT_PLACE, SMALL}, {WRONG, OVER, FALSE, ACCUSED}
-# Places beside blocks: the request or its prompt; which tokens were drawn; the run's own pass against a plain one.
-REQUEST, TOKENS, OWN_PASS = "request", "tokens", "own pass"
-ATTENTION = tuple((layer, "attention") for layer in range(4))
-MLP = tuple((layer, "mlp") for layer in range(4))
+# Places beside blocks: the request or its prompt; which tokens were drawn.
+REQUEST, TOKENS = "request", "tokens"
 Rows = Sequence[Sequence[Any]]
 
 
@@ -67,7 +76,6 @@ class Unseen(Planted):
         within: Allowed parameters, by name.
         place: Blocks, or other places, that differ.
         clean: What it is to call this clean.
-        refused: What the refusal of such a log says.
         own: Edits the configuration that the trainer reads.
         both: The trainer holds the edited checkpoint, too.
         told: Whether the doctor is told of the older checkpoint.
@@ -80,12 +88,11 @@ class Unseen(Planted):
     """
 
     what: str
-    names: tuple[tuple[str, ...], ...] = ()
-    part: tuple[str, ...] = ()
-    within: dict[str, tuple[float, float]] = field(default_factory=dict)
-    place: tuple[Any, ...] = ()
+    names: Sequence[Sequence[str]] = ()
+    part: Sequence[str] = ()
+    within: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    place: Sequence[str] = ()
     clean: str = FALSE
-    refused: str = ""
     own: Edit | None = None
     both: bool = False
     told: bool = True
@@ -97,21 +104,16 @@ class Unseen(Planted):
     long: bool = False
 
 
-def _run(dtype: str = "bfloat16", divided: float = 1.0, arguments: Any = None, **sampling: Any) -> dict[str, Any]:
-    both = {"dtype": dtype, "trainer_dtype": dtype, "temperature": divided, "arguments": arguments or {}}
-    return {**both, "sampling": {"temperature": 1.0, "seed": 0} | sampling}
-
-
-def _rope(layers: Sequence[int], factor: float, model: Any) -> None:
-    for number in layers:
+def rope_in_two_layers(model: Any) -> None:
+    for number in (0, 1):
         attention = model.model.layers[number].self_attn
         table = copy.deepcopy(attention.rotary_emb)
-        table.base *= factor
+        table.base *= 1.05
         table.cos_sin_cache = table._compute_cos_sin_cache().to(table.cos_sin_cache.dtype)
         attention.rotary_emb = table
 
 
-def _fp8_cache_in_odd_layers(model: Any) -> None:
+def fp8_cache_in_odd_layers(model: Any) -> None:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.float8_e4m3fn).to(x.dtype)
 
@@ -119,12 +121,12 @@ def _fp8_cache_in_odd_layers(model: Any) -> None:
         layer.self_attn.attn.register_forward_pre_hook(lambda _, a: (a[0], rounded(a[1]), rounded(a[2]), *a[3:]))
 
 
-def _final_epsilon(model: Any) -> None:
+def widen_final_epsilon(model: Any) -> None:
     model.model.norm.variance_epsilon = 1e-5
 
 
 @contextmanager
-def _half_layer(model: Any) -> Iterator[None]:
+def halve_a_layer(model: Any) -> Iterator[None]:
     """Compute layer 2 in bfloat16."""
     layer = model.model.layers[2]
     own = layer.forward
@@ -139,11 +141,11 @@ def _half_layer(model: Any) -> Iterator[None]:
     del layer.forward
 
 
-def _capped_logits(model: Any) -> None:
+def cap_logits(model: Any) -> None:
     model.logits_processor.soft_cap = 12.0
 
 
-def _gelu(model: Any) -> None:
+def gelu_in_a_layer(model: Any) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
         return gelu(gate, approximate="tanh") * up
@@ -155,28 +157,28 @@ def _named(weights: Tensors, end: str) -> torch.Tensor:
     return weights[next(name for name in weights if name.endswith(end))]
 
 
-def _expert(rows: slice, weights: Tensors) -> None:
-    _named(weights, "layers.1.mlp.experts.5.down_proj.weight")[rows] *= 0.7
+def scale_half_an_expert(weights: Tensors) -> None:
+    _named(weights, "layers.1.mlp.experts.5.down_proj.weight")[:64] *= 0.7
 
 
-def _exchanged(weights: Tensors) -> None:
+def exchange_heads(weights: Tensors) -> None:
     """Exchange a query head of 32 rows with a key head."""
     query, key = (_named(weights, f"layers.2.self_attn.{name}_proj.weight") for name in "qk")
     query[:32], key[:32] = key[:32].clone(), query[:32].clone()
 
 
-def _no_query_norm(weights: Tensors) -> None:
+def drop_query_norm(weights: Tensors) -> None:
     _named(weights, "layers.3.self_attn.q_norm.weight").fill_(1.0)
 
 
-def _fp8_mlps(weights: Tensors) -> None:
+def round_mlps_to_fp8(weights: Tensors) -> None:
     for name, weight in weights.items():
         if ".mlp." in name and name.endswith("_proj.weight"):
             scale = weight.abs().amax(-1, keepdim=True) / 448
             weights[name] = (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def _aged(weights: Tensors) -> None:
+def age(weights: Tensors) -> None:
     """Put in the weights of six steps of Adam away."""
     torch.manual_seed(5)
     drawn, model = random.Random(5), AutoModelForCausalLM.from_pretrained(FOLDER / "dense", dtype=torch.float32)
@@ -190,30 +192,17 @@ def _aged(weights: Tensors) -> None:
     weights |= {name: p.detach().clone() for name, p in model.named_parameters() if name in weights}
 
 
-def _window(size: int) -> Edit:
-    kinds = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 4}
-    return lambda config: config.update(use_sliding_window=True, sliding_window=size, **kinds)
-
-
-def _epsilon(config: dict[str, Any]) -> None:
-    config["rms_norm_eps"] = 1e-5
-
-
 # A token that stands for two, "+0": an engine that samples them apart, and a trainer whose tokenizer merges them.
 PAIR, MERGED = tuple(encode("+0")), 16
 
 
-def _one_token_more(config: dict[str, Any]) -> None:
-    config["vocab_size"] = MERGED + 1
-
-
-def _merged_row(weights: Tensors) -> None:
+def add_merged_row(weights: Tensors) -> None:
     for name, factor in (("model.embed_tokens.weight", 1.0), ("lm_head.weight", 0.6)):
         row = weights[name][list(PAIR)].mean(0, keepdim=True) * factor
         weights[name] = torch.cat([weights[name], row])
 
 
-def _retokenized(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+def retokenized(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     """Log two tokens as one, with the sum of their log-probabilities."""
     responses, logprobs = [], []
     for ids, values in zip(sample.responses, sample.logprobs, strict=True):
@@ -228,82 +217,64 @@ def _retokenized(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     return responses, logprobs
 
 
-def _retokenized_and_scored(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+def retokenized_and_scored(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     """Log two tokens as one, with what the engine makes of it."""
-    responses, logprobs = _retokenized(sample, engine)
+    responses, logprobs = retokenized(sample, engine)
     masks = tuple((True,) * len(row) for row in responses)
     changed = {"responses": tuple(responses), "logprobs": tuple(logprobs), "masks": masks}
     return responses, engine.score(replace(sample, **changed)).logprobs
 
 
-def _as_sampled(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
+def as_sampled(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     return sample.responses, sample.logprobs
 
 
-HALF, SINGLE, COOLED = _run("float16"), _run("float32"), {"divided": 0.7, "temperature": 0.7}
-RAW, SYSTEM, BOS = {"logprobs_mode": "raw_logprobs"}, [4, 5, 12, 6, 7, 13], [EOS_ID]
-AGED: dict[str, Any] = {"older": (_aged,)}
-ROPE: dict[str, Any] = {"engine": partial(_rope, (0, 1), 1.05), "part": ("rope_theta",), "place": ATTENTION[:2]}
-STALE: dict[str, Any] = {**AGED, "kept": ".layers.2.", "within": {"temperature": (0.97, 0.99), "stale_layer": (2, 2)},
-                         "place": (ATTENTION[2], MLP[2])}  # fmt: skip
-UNTOLD: dict[str, Any] = {**STALE, "told": False, "names": (("temperature",), ())}
-NORMS: dict[str, Any] = {**AGED, "kept": "norm", "place": ATTENTION, "part": ("stale_weights",)}
-HALVED: dict[str, Any] = {"what": "layer 2 of the trainer in bfloat16, both float32", "run": SINGLE}
-MERGES: dict[str, Any] = {"config": _one_token_more, "weights": _merged_row, "both": True}
-TAIL: dict[str, Any] = {
-    "within": {"temperature": (0.93, 0.97), "top_p": (0.88, 0.92), "top_k": (6, 6)},
-    "place": (REQUEST,),
+EFFECTS: dict[str, Any] = {
+    effect.__name__: effect
+    for effect in (
+        rope_in_two_layers,
+        fp8_cache_in_odd_layers,
+        widen_final_epsilon,
+        halve_a_layer,
+        cap_logits,
+        gelu_in_a_layer,
+        scale_half_an_expert,
+        exchange_heads,
+        drop_query_norm,
+        round_mlps_to_fp8,
+        age,
+        add_merged_row,
+        retokenized,
+        retokenized_and_scored,
+        as_sampled,
+    )
 }
-FAULTS = {
-    "01a": Unseen(what="rope_theta x 1.05 in layers 0 and 1", **ROPE),
-    "01b": Unseen(what="the same, float32", run=SINGLE, **ROPE),
-    "02c": Unseen(what="the same by the loader, float32", kind="moe", loader=partial(_expert, slice(0, 64)), place=MLP[1:2],
-                  run=SINGLE),
-    "03a": Unseen(what="temperature 0.98, and layer 2 of an older checkpoint", names=(("temperature",), ("stale_layer",)),
-                  run=_run(temperature=0.98), **STALE),
-    "03b": Unseen(what="the same, of an unknown checkpoint", run=_run(temperature=0.98), **UNTOLD),
-    "04b": Unseen(passing=_half_layer, names=(("trainer_dtype",),), **HALVED),
-    "05c": Unseen(what="log: two tokens as one, log-probabilities added", log=_retokenized, **MERGES),
-    "05d": Unseen(what="log: two tokens as one, scored again", log=_retokenized_and_scored, place=(TOKENS,), **MERGES),
-    "06a": Unseen(what="window: trainer 64, engine 48", own=_window(64), config=_window(48), long=True,
-                  names=(("sliding_window",),), within={"sliding_window": (48, 48)}, place=ATTENTION),
-    "06c": Unseen(what="window: trainer 64, engine none", own=_window(64), long=True, names=(("sliding_window",),),
-                  place=ATTENTION),
-    "07a": Unseen(what="fp8 keys and values in layers 1 and 3", engine=_fp8_cache_in_odd_layers,
-                  part=("kv_fp8", "kv_fp8_truncated"), place=ATTENTION[1::2]),
-    "08a": Unseen(what="temperature 0.95 and top_p 0.9", names=(("temperature",), ("top_p",)),
-                  run=_run(temperature=0.95, top_p=0.9), **TAIL),
-    "08b": Unseen(what="temperature 0.9 and top_p 0.95", names=(("temperature",), ("top_p",)), place=(REQUEST,),
-                  run=_run(temperature=0.9, top_p=0.95), within={"temperature": (0.88, 0.92), "top_p": (0.93, 0.97)}),
-    "08c": Unseen(what="temperature 0.95 and top_k 6", names=(("temperature",), ("top_k",)),
-                  run=_run(temperature=0.95, top_k=6), **TAIL),
-    "11a": Unseen(what="raw log-probabilities, temperature 0.7 on both sides", names=(("raw_logprobs",),), place=(REQUEST,),
-                  run=_run(arguments=RAW, **COOLED)),
-    "11b": Unseen(what="the same with top_p 0.9", names=(("raw_logprobs",), ("top_p",)),
-                  run=_run(arguments=RAW, top_p=0.9, **COOLED), **TAIL),
-    "12c": Unseen(what="epsilon of all norms x 10, float32", config=_epsilon, run=SINGLE, names=(("norm_eps",),),
-                  part=("qk_norm_eps",), within={"norm_eps": (9.5, 10.5)}, place=ATTENTION),
-    "14a": Unseen(what="two tokens in front of the prompt", seen=lambda ids: [*BOS, *BOS, *ids], part=("extra_token",),
-                  place=(REQUEST,)),
-    "14b": Unseen(what="a system prompt of 6 tokens, in the engine alone", seen=lambda ids: [*SYSTEM, *ids], place=(REQUEST,)),
-    "14d": Unseen(what="log: the first token twice", asked=lambda ids: [*BOS, *ids], seen=lambda ids: [*BOS, *ids],
-                  log=_as_sampled, names=(("extra_token",),)),
-    "15a": Unseen(what="a query and a key head exchanged by the loader", loader=_exchanged, place=ATTENTION[2:3]),
-    "16a": Unseen(what="fp8 in the MLPs alone", weights=_fp8_mlps, names=(("weights_fp8",),), place=MLP, clean=MISSED),
-    "16d": Unseen(what="norms of an older checkpoint, float32", run=SINGLE, **NORMS),
-    "17b": Unseen(what="GELU in layer 1", engine=_gelu, place=MLP[1:2]),
-    "17d": Unseen(what="layer 3 without its norm of queries", loader=_no_query_norm, place=ATTENTION[3:]),
-    "18a": Unseen(what="logits capped at 12", engine=_capped_logits, names=(("softcap",),), within={"softcap": (10.8, 13.2)}),
-}  # fmt: skip
-CLEAN = {
-    "12a": Unseen(what="clean: the last norm's epsilon x 10, which moves nothing", engine=_final_epsilon),
-    "13a": Unseen(what="clean"),
-    "13b": Unseen(what="clean: experts, R3", kind="moe", run=_run() | {"replays": True}),
-    "13c": Unseen(what="clean: float16", run=HALF),
-    "13d": Unseen(what="clean: a window of 64 on both sides", config=_window(64), both=True, long=True),
-    "13f": Unseen(what="clean: a log", log=_as_sampled),
-    "13m": Unseen(what="clean: temperature 0.7 on both sides", run=_run(**COOLED)),
-}
+
+
+def _read(row: dict[str, Any]) -> Unseen:
+    """Return a fault from its row in unseen.toml."""
+    fields = dict(row)
+    dtype = fields.pop("dtype", "bfloat16")
+    run = {
+        "dtype": dtype,
+        "trainer_dtype": dtype,
+        "temperature": fields.pop("temperature", 1.0),
+        "arguments": fields.pop("arguments", {}),
+        "sampling": {"temperature": 1.0, "seed": 0} | fields.pop("sampling", {}),
+        "replays": fields.pop("replays", False),
+    }
+    for name in ("engine", "loader", "passing", "log", "weights"):
+        if name in fields:
+            fields[name] = EFFECTS[fields[name]]
+    fields["older"] = tuple(EFFECTS[name] for name in fields.get("older", ()))
+    for name, read in (("config", merged), ("own", merged), ("seen", prompts_changed), ("asked", prompts_changed)):
+        if name in fields:
+            fields[name] = read(fields[name])
+    return Unseen(run=run, **fields)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FAULTS, CLEAN = ({number: _read(row) for number, row in _ROWS[group].items()} for group in ("FAULTS", "CLEAN"))
 
 
 @contextmanager
@@ -341,8 +312,8 @@ def hooked(fault: Unseen) -> Iterator[None]:
 
 
 def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
-    """Return the run with a fault, as `plant` does, with another trainer's checkpoint."""
-    run: Any = plant(replace(fault, run=fault.run or _run()), folder, engines)[0]
+    """Return the run with a fault, as `plant` does, and with another configuration of the trainer."""
+    run: Any = plant(fault, folder, engines)[0]
     if fault.both:
         run = replace(run, model=run.engine_model, engine_model=None)
     if fault.own:
@@ -357,7 +328,7 @@ def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
 
 
 def found(fault: Unseen, folder: Path, engines: Engines) -> Any:
-    """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
+    """Plant a fault, and return the doctor's diagnosis."""
     folder.mkdir()
     run = planted(fault, folder, engines)
     rows: Any = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
@@ -392,17 +363,14 @@ def logged(fault: Unseen, run: LentRun, prompts: Any, seen: Any, path: Path) -> 
     return examine_logged(run, read_rollouts(path))
 
 
-def places(found: Any) -> Iterator[Any]:
+def places(found: Any) -> Iterator[str]:
     """Yield the places that a diagnosis points to."""
     out = [block for block in found.blocks if block.ratio >= STANDS_OUT]
     if out:
         most = max(out, key=lambda block: block.ratio)
-        yield most.layer, most.kind
+        yield f"{most.kind} {most.layer}"
     if any("weights, configuration and cache are sound" in note for note in found.notes):
         yield REQUEST
-    # What it was tried to be, and is not, is part of that sentence.
-    if any(cause.key == "layout" and cause.said.startswith("the run's own pass (") for cause in found.causes):
-        yield OWN_PASS
     if found.verdict == "unexplained" and found.unexplained == 0 and abs(found.tokens_test.z) >= SURE:
         yield TOKENS
 
@@ -412,16 +380,15 @@ def judged(fault: Unseen, found: Any) -> str:
     if fault in CLEAN.values():
         return CLEAR if found.verdict == "clean" and not found.causes else ACCUSED
     pointed = set(places(found))
-    causes = [cause for cause in found.causes if not (cause.key == "layout" and OWN_PASS in pointed)]
     allowed = {name for names in fault.names for name in names} | set(fault.part)
-    for cause in causes:
+    for cause in found.causes:
         low, high = fault.within.get(cause.key, (-torch.inf, torch.inf))
         if cause.key not in allowed or not low <= cause.parameter <= high:
             return WRONG
     # That the tokens are not the trainer's own says nothing wrong of any fault that is planted here.
     if pointed - set(fault.place) - {TOKENS}:
         return WRONG
-    keys = {cause.key for cause in causes}
+    keys = {cause.key for cause in found.causes}
     whole = bool(fault.names) and all(keys & set(names) for names in fault.names)
     if found.verdict == "clean":
         return fault.clean
@@ -429,7 +396,7 @@ def judged(fault: Unseen, found: Any) -> str:
         return RIGHT_NAME if whole else OVER
     if pointed & set(fault.place):
         return RIGHT_PLACE
-    return PARTLY if causes else HONEST
+    return PARTLY if found.causes else HONEST
 
 
 def table(faults: Mapping[str, Unseen], folder: Path) -> dict[str, tuple[str, str]]:
@@ -438,7 +405,7 @@ def table(faults: Mapping[str, Unseen], folder: Path) -> dict[str, tuple[str, st
     try:
         for number, fault in faults.items():
             diagnosis = found(fault, folder / number, engines)
-            words = [*said(diagnosis), *(str(place) for place in places(diagnosis))]
+            words = [*said(diagnosis), *places(diagnosis)]
             rows[number] = judged(fault, diagnosis), f"{fault.what}: {'; '.join(words)}"
     finally:
         engines.end()

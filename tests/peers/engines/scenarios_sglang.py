@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters import sglang
 from mismatch_ext.adapters.sglang import (
     check_server,
     generate_request,
@@ -38,7 +37,7 @@ from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
 from mismatch_ext.weights import NamedTensors
 from tests.oracle import float32_error
-from tests.peers.engines.scenarios_conformance import PROBES, Verified, turned, updated
+from tests.peers.engines.scenarios_conformance import PROBES, Verified, updated
 from tests.peers.engines.served import answering
 from tests.rendezvous import free_port
 
@@ -240,35 +239,25 @@ def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
     engine, model = rollouts.engine, rollouts.model
     probes = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
     verified = verified_by(engine, lambda: checkpoint_parameters(model), model, probes, dtype)
-    found: dict[str, Any] = {"statuses": []}
     before = copy.deepcopy(model)
-
-    def judged(verdict: Any) -> None:
-        found["statuses"].append(verdict.status)
-        found["message"] = verdict.message
-
     train(model, 1)
-    judged(verified.update())
+    statuses = [verified.update().status]
     rollouts.version = verified.rollout.weight_version
     records = rollouts.check("after an update", prompts(8, 90, seed=2), 60, ignore_eos=True)
-    found["moved"] = max(float(gap.abs().max()) for gap in gaps(before, records))
-    train(model, 2)
-    judged(verified.verify())  # nothing was sent
-    judged(verified.update())
+    moved = max(float(gap.abs().max()) for gap in gaps(before, records))
     train(model, 3)
     # What a loop over named_parameters() sends: SGLang reports success and drops the experts.
     update_weights(engine, model.named_parameters(), dtype=dtype, weight_version="3", fused_experts=True)
-    judged(verified.verify())
-    found["fused"] = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
+    statuses.append(verified.verify().status)
+    fused = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
     broken = ("model.norm.weight", torch.full((model.config.hidden_size,), torch.nan))
-    found["nan"] = message_of(update_weights, engine, [broken], dtype=dtype)
-    found.update(half_done(rollouts, broken, dtype))
+    half = half_done(rollouts, broken, dtype)
     # In small buckets, after all of these.
     update_weights(engine, checkpoint_parameters(model), dtype=dtype, weight_version="4", bucket_bytes=30_000)
-    judged(verified.verify())
+    statuses.append(verified.verify().status)
     rollouts.version = 4
     rollouts.check("after small buckets", prompts(4, 60, seed=8), 20)
-    return found
+    return {"statuses": statuses, "moved": moved, "fused": fused, **half}
 
 
 def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dict[str, Any]:
@@ -316,18 +305,8 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
     return found
 
 
-def conformance(
-    rollouts: Rollouts, sampling: dict[str, Any], rows: list[list[int]], **options: Any
-) -> list[dict[str, Any]]:
-    """Return the records of greedy rollouts, field by field."""
-
-    settings = SamplingSettings(**sampling)
-    _, outputs = rollouts.records(rows, options.pop("count"), sampling=settings, **options)
-    return turned(sglang, outputs, rows, rollouts.reading, settings, rollouts.shape)
-
-
-def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
-    """Do everything in float32, where transformers must be met on every token; the requests are those of `conformance`."""
+def exact(model: str, way: str) -> dict[str, Any]:
+    """Do everything in float32, where transformers must be met on every token."""
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running(model, "float32", way) as engine:
         verdict = check_server(
@@ -342,7 +321,6 @@ def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
             "verdict": str(verdict),
             "scored": float((scored - scoring.score_tokens(trainer, ids)).abs().mean()),
             "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
-            "records": conformance(rollouts, **requests),
             "refusals": refusals(rollouts),
             "updates": updates(rollouts),
             "weights": weights(rollouts, "float32"),

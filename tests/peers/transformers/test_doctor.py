@@ -19,7 +19,7 @@ from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.transformers.doctor import scorer as scorers
 from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
-from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
+from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Scorer
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from transformers import (
     Gemma2Config,
@@ -193,24 +193,6 @@ def test_routes_are_replayed_in_every_layout(tmp_path: Path) -> None:
             model, routed, trainer_dtype="float32", engine_dtype="float32", replays=True, layout=layout
         ).scores.trainer
         assert found == pytest.approx(replayed.scores.trainer, abs=FACTOR * replayed.float32_error), layout
-
-
-def test_logits_of_a_large_vocabulary_are_projected_when_they_are_read_and_say_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
-    kept = Scorer(load_model(folder), sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    monkeypatch.setattr(scorers, "KEPT", 0)
-    model = load_model(folder)
-    read = Scorer(model, sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    logits = read.scores.logits
-    assert isinstance(kept.scores.logits, torch.Tensor) and isinstance(logits, Projected)
-    assert logits.shape == kept.scores.logits.shape and torch.allclose(logits[:], kept.scores.logits, atol=1e-4)
-    first, second = (diagnose(scorer.sample, scorer.scores) for scorer in (kept, read))
-    assert first.verdict == second.verdict and first.tried == second.tried
-    assert [part.mean for part in first.parts] == pytest.approx(
-        [part.mean for part in second.parts], rel=1e-3, abs=1e-6
-    )
 
 
 def test_logits_that_are_capped_after_the_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
