@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.examining import examine
 from mismatch_ext.adapters.doctor.sides import Run
-from mismatch_ext.adapters.sglang.doctor import SglangEngine
-from mismatch_ext.adapters.sglang.weights import update_weights
-from mismatch_ext.adapters.transformers import checkpoint_parameters
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
@@ -51,34 +44,6 @@ def examined() -> dict[str, Any]:
         found["refused"]["killed"] = _refusal(engine, prompts * 8, {"min_new_tokens": 100})
     engine.shutdown()
     found["restored"] = handlers == [signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)]
-    return found
-
-
-def without_a_layer(engine: SglangEngine, model: Any) -> None:
-    """Send all weights but those of one layer's MLP."""
-    sent = [(name, tensor) for name, tensor in checkpoint_parameters(model) if "layers.2.mlp" not in name]
-    update_weights(engine._transport, sent, dtype=engine.reading.model_dtype)
-
-
-def gated(out: str) -> dict[str, Any]:
-    """Return the exit status, the page and the figures of `mismatch-ext gate`, clean and with a layer that no update brings."""
-    found = {}
-    words = [
-        "gate",
-        "--engine",
-        "sglang",
-        "--model",
-        str(FOLDER / "dense"),
-        "--prompts",
-        "examples/doctor/prompts.jsonl",
-    ]
-    words += ["--quick", "--max-tokens", "64", "--engine-arg", "sleep_on_idle=true", "--json"]
-    for name in ("bfloat16", "lost"):
-        log, figures = Path(out) / f"{name}.txt", Path(out) / f"{name}.json"
-        lost = patch.object(SglangEngine, "update", without_a_layer) if name == "lost" else nullcontext()
-        with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed), lost:
-            status = cli.main([*words, str(figures)])
-        found[name] = {"status": status, "page": log.read_text("utf-8"), **json.loads(figures.read_text("utf-8"))}
     return found
 
 

@@ -32,13 +32,3 @@ def test_a_clean_run_names_nothing_a_fault_is_confirmed_and_failures_are_ours(tm
     assert refused["long"].startswith("ConfigError") and "--engine-arg context_length" in refused["long"]
     assert refused["killed"].startswith("EngineError") and "mem_fraction_static" in refused["killed"]
     assert found["restored"] and found["stub"]["called"] == 0
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
-@pytest.mark.numeric
-def test_a_gate_admits_sglang_and_refuses_a_layer_that_no_update_brings(tmp_path: Path) -> None:
-    found = run_sglang(scenarios.gated, HELD or MAIN, tmp_path, out=str(tmp_path))
-    for name, status in (("bfloat16", 0), ("lost", 1)):
-        assert found[name]["status"] == status, found[name]["page"]
-    assert "error of the engine in units of rounding" in found["lost"]["failed"], found["lost"]["page"]

@@ -118,8 +118,6 @@ def test_the_server_example_trains_a_dense_model_in_float16(tmp_path: Path) -> N
         )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     run = read_run(tmp_path / "run/mismatch")
-    assert [header["of"] for header in run.headers] == ["evaluation", "training"]
-    assert [end.status for end in run.ends] == ["completed", "completed"]
     trained = [record.metrics for record in run.steps if "mismatch/weight_sync_gap" in record.metrics]
     assert len(trained) == 2 and not [event for event in run.events if event.level == "error"]
     for metrics in trained:

@@ -36,15 +36,3 @@ def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperatu
     assert "first block that differs: layer 2, mlp" in found["lost"]["page"], found["lost"]["page"]
     assert found["temperature"]["failed"] == ["error of the engine in units of rounding"]
     assert "weights: sent 2 times to an engine that started with made-up ones" in found["bfloat16"]["page"]
-
-
-@pytest.mark.engine
-@pytest.mark.numeric
-def test_a_gate_admits_a_tied_head_and_names_one_that_updates_do_not_reach(run: Run, tmp_path: Path) -> None:
-    admitted = {"tied": True, "stale head": False}
-    found = run(scenarios.gated, out=str(tmp_path), names=list(admitted)).expect()
-    check(found, admitted)
-    # Attention and MLP of each of the four layers, and the head.
-    assert "| blocks that differ, of 9 | 0 |" in found["tied"]["page"]
-    assert "| blocks that differ, of 9 | 1 |" in found["stale head"]["page"]
-    assert "first block that differs: output head (" in found["stale head"]["page"]

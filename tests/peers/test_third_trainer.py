@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,12 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
-def found(run: Run) -> dict[str, Any]:
-    """Compare torchtitan's parts with transformers'."""
-    return dict(run(scenarios.without_vllm).expect())
-
-
-@pytest.fixture(scope="module")
 def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> RunData:
     """Return what a run with every section that a dense model has recorded."""
     out = tmp_path_factory.mktemp("vllm")
@@ -33,8 +27,8 @@ def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return read_run(out / "run/mismatch")
 
 
-def test_weights_of_a_correction_multiply_its_own_loss(found: dict[str, Any]) -> None:
-    loss, norm, expected, expected_norm = found["loss"]
+def test_weights_of_a_correction_multiply_its_own_loss(run: Run) -> None:
+    loss, norm, expected, expected_norm = run(scenarios.losses).expect()
     assert (loss, norm) == pytest.approx((expected, expected_norm), rel=1e-5)
 
 
@@ -58,9 +52,6 @@ def test_every_step_has_reward_length_rate_gap_and_what_each_section_did(recorde
             assert value is not None and math.isfinite(value), (record.step, name)
         assert 0 < record.metrics["mismatch/logp_abs_diff_mean"] < 0.02  # float16; tokens out of place are 0.1 and more
         assert record.metrics["learning_rate"] == pytest.approx(5e-5 * record.metrics["mismatch/lr_multiplier"])
-
-
-def test_its_weights_move_and_every_update_arrives(recorded: RunData) -> None:
     # From the second step on, the policy is no longer the one that it is kept near.
     divergences = [record.metrics["mismatch/kl_ref_k3"] for record in recorded.steps]
     assert divergences[0] == pytest.approx(0, abs=1e-6) and divergences[-1] > divergences[0]

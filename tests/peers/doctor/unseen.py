@@ -52,10 +52,10 @@ from tests.peers.doctor.faults import (
 
 PROMPTS = Path(__file__).parents[3] / "examples/doctor/prompts.jsonl"
 RIGHT_NAME, RIGHT_PLACE = "right name", "right place, unexplained"
-PARTLY, HONEST, SMALL = "partly, honest", "unexplained, honest", "below rounding"
-WRONG, OVER, FALSE, MISSED = "wrong name", "over-claimed", "false clean", "missed"
+PARTLY, HONEST = "partly, honest", "unexplained, honest"
+WRONG, OVER, FALSE = "wrong name", "over-claimed", "false clean"
 CLEAR, ACCUSED = "clean", "accused"
-RIGHT, BAD = {RIGHT_NAME, RIGHT_PLACE, SMALL}, {WRONG, OVER, FALSE, ACCUSED}
+RIGHT, BAD = {RIGHT_NAME, RIGHT_PLACE}, {WRONG, OVER, FALSE, ACCUSED}
 # Places beside blocks: the request or its prompt; which tokens were drawn.
 REQUEST, TOKENS = "request", "tokens"
 Rows = Sequence[Sequence[Any]]
@@ -217,14 +217,6 @@ def retokenized(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     return responses, logprobs
 
 
-def retokenized_and_scored(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
-    """Log two tokens as one, with what the engine makes of it."""
-    responses, logprobs = retokenized(sample, engine)
-    masks = tuple((True,) * len(row) for row in responses)
-    changed = {"responses": tuple(responses), "logprobs": tuple(logprobs), "masks": masks}
-    return responses, engine.score(replace(sample, **changed)).logprobs
-
-
 def as_sampled(sample: Sample, engine: Any) -> tuple[Rows, Rows]:
     return sample.responses, sample.logprobs
 
@@ -245,7 +237,6 @@ EFFECTS: dict[str, Any] = {
         age,
         add_merged_row,
         retokenized,
-        retokenized_and_scored,
         as_sampled,
     )
 }

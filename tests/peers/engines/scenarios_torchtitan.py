@@ -13,17 +13,10 @@ from typing import Any
 
 import torch
 import vllm  # noqa: F401 (imported once for all forks)
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 OVERLAY = ROOT / ".venv-sglang/torchtitan"
 MODEL = ROOT / "examples/arithmetic/models/dense"
-PROMPTS = ("386+47=", "52+9134=")
-
-
-def without_vllm() -> dict[str, Any]:
-    """Compare the example's loss of weighed advantages with one written out."""
-    return {"loss": _loss(_example())}
 
 
 def with_vllm(out: str, steps: int) -> None:
@@ -37,9 +30,9 @@ def _example() -> Any:
     return importlib.import_module("examples.third.torchtitan_grpo")
 
 
-def _loss(example: Any) -> list[float]:
+def losses() -> list[float]:
     """Return torchtitan's loss of weighed advantages, its gradient's norm, and both of the weights times the clipped loss."""
-    generator = torch.Generator().manual_seed(0)
+    example, generator = _example(), torch.Generator().manual_seed(0)
     labels = torch.randint(0, 16, (6, 20), generator=generator)
     mask = torch.rand(labels.shape, generator=generator) < 0.8
     advantages, weights = torch.randn(6, 1, generator=generator), 2 * torch.rand(labels.shape, generator=generator)
@@ -64,7 +57,3 @@ def _loss(example: Any) -> list[float]:
         assert logits.grad is not None and math.isfinite(loss.item())
         found += [float(loss.detach()), float(logits.grad.norm())]
     return found
-
-
-def _trainer(example: Any) -> Any:
-    return example.TitanTrainer(MODEL, learning_rate=5e-5, steps=8, tokenizer=AutoTokenizer.from_pretrained(MODEL))

@@ -173,28 +173,6 @@ def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tmp_pa
     assert torch.equal(model.get_output_embeddings().weight, before.float())
 
 
-def test_routes_are_replayed_in_every_layout(tmp_path: Path) -> None:
-    model = load_model(tiny_model("moe", tmp_path / "model"))
-    # Routes of another model, so that those of the trainer's own would be seen.
-    other = Scorer(
-        load_model(tiny_model("moe", tmp_path / "other", seed=1)),
-        uneven(),
-        trainer_dtype="float32",
-        engine_dtype="float32",
-    )
-    routed = replace(uneven(), routes=other._native()[1])
-    replayed, native = (
-        Scorer(model, routed, trainer_dtype="float32", engine_dtype="float32", replays=replays)
-        for replays in (True, False)
-    )
-    assert np.abs(replayed.scores.trainer - native.scores.trainer).max() > 1e-3
-    for layout in LAYOUTS:
-        found = Scorer(
-            model, routed, trainer_dtype="float32", engine_dtype="float32", replays=True, layout=layout
-        ).scores.trainer
-        assert found == pytest.approx(replayed.scores.trainer, abs=FACTOR * replayed.float32_error), layout
-
-
 def test_logits_that_are_capped_after_the_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorers, "KEPT", 0)
     torch.manual_seed(0)

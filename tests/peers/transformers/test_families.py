@@ -13,7 +13,7 @@ import transformers
 from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.routing.layout import sizes_of_config
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from mismatch_ext.config import RoutingConfig
@@ -91,22 +91,13 @@ def test_layers_are_absolute_and_dense_ones_have_no_router() -> None:
     assert layout.family == "qwen3_moe" and layout.decoder is case(QWEN)[0].model
 
 
-def test_what_an_indexer_selects_is_named_and_left_alone() -> None:
+def test_what_an_indexer_selects_is_named() -> None:
     """Keys that a token attends to are chosen by a top-k, too, and are no experts."""
-    model, own, _ = case("glm_moe_dsa (index_topk=4)")
+    model = case("glm_moe_dsa (index_topk=4)")[0]
     with pytest.warns(
         UserWarning, match=r"4 modules beside .*layers\.0\.self_attn\.indexer \(GlmMoeDsaIndexer, 4 at most\)"
     ):
         RouteReplay(RoutingConfig(mode="R3"), routing, model, seed=0)
-    selected: list[Tensor] = []
-    indexer = model.get_submodule("model.layers.0.self_attn.indexer")
-    hook = indexer.register_forward_hook(lambda module, args, output: selected.append(output))
-    with torch.no_grad():
-        forward(model)
-        with replay_routing(model, another(own)):
-            forward(model)
-    hook.remove()
-    assert selected[0].shape == (2, 12, 4) and torch.equal(*selected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RouteReplay(RoutingConfig(mode="R3"), routing, case(QWEN)[0], seed=0)
