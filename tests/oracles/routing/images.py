@@ -22,7 +22,12 @@ _VISION: dict[str, Any] = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
-_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 _TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
     "mlp_only_layers": [1],
