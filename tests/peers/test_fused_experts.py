@@ -12,10 +12,8 @@ from tests.oracle import expect_float32
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
-    from tests.peers import scenarios_gate
     from tests.peers.trl import scenarios_training
 else:
-    scenarios_gate = named("tests.peers.scenarios_gate")
     scenarios_training = named("tests.peers.trl.scenarios_training")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]

@@ -6,18 +6,12 @@ One process per version, way and dtype does everything; the tests look at parts 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.oracle import FACTOR
 from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_sglang as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
 EXACT = [
