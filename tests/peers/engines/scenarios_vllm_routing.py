@@ -32,7 +32,6 @@ from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_token
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.patching import applied
 from mismatch_ext.routing import (
-    RoutingShape,
     RoutingTrace,
     agreement,
 )
@@ -247,11 +246,9 @@ def held_blocks(llm: LLM, ids: list[list[int]]) -> dict[str, Any]:
     """Reset the prefix cache, and generate under a new version, while a request holds blocks of it."""
     llm.llm_engine.add_request("held", {"prompt_token_ids": ids[-1]}, SamplingParams(max_tokens=50))
     (unfinished,) = llm.llm_engine.step()
-    shape = RoutingShape(num_layers=4, layers=(0, 2, 3), num_experts=16, top_k=4)
     found = {
         "stock": llm.reset_prefix_cache(),
         "ours": refusal(lambda: engine.reset_prefix_cache(llm)),
-        "unfinished": refusal(lambda: engine.to_traces([unfinished], shape=shape, version=2)),
     }
     with engine.captured_outputs(llm, version=3) as outputs:
         found["capture"] = refusal(lambda: generate(llm, ids[:1], sampling(1)))

@@ -70,7 +70,6 @@ def test_a_reset_that_vllm_declines_is_an_error(update: dict[str, Any]) -> None:
     for message in (held["ours"], held["capture"]):
         assert message.startswith("EngineError: vLLM did not reset its prefix cache") and "abort" in message
     assert held["captured"] == 0
-    assert "request held/0" in held["unfinished"] and "not finished" in held["unfinished"]
 
 
 @pytest.fixture(scope="module")
