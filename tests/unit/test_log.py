@@ -454,10 +454,13 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     saved = json.loads(json.dumps(first.log.state_dict()))
     ((step, gap),) = saved["log"]["growth"]["points"]
     assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
+    old, rollout = (logp - math.log1p(-math.exp(logp)) for logp in (-1.0, -1.5))
+    log_odds = pytest.approx(2 * math.log(old - rollout))
     counted = {
         "flushes": {"train": 1},
         "created": 1,
         "growth": {"points": [[step, gap]]},
+        "log_odds_growth": {"points": [[1, log_odds]]},
         "sync_growth": {"points": []},
         "bad_rows": {"logs": [], "since": 0},
         "reasons_seen": {},
