@@ -1,4 +1,4 @@
-"""Real SGLang on a CPU, with torch-native kernels: log-probabilities, routes, weight updates and refusals, both versions, both transports.
+"""Real SGLang on a CPU, with torch-native kernels: log-probabilities, routes, weight updates and refusals, reached in two ways.
 
 One process per version, way and dtype does everything; the tests look at parts of what it found.
 """
