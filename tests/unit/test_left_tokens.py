@@ -95,21 +95,6 @@ def test_responses_read_together_have_the_masks_and_the_errors_of_each_alone() -
     assert supports_of([], asked=8, vocabulary=20) == []
 
 
-def test_a_response_is_read_as_it_grows_and_what_was_cut_off_takes_no_memory() -> None:
-    asked, positions = 136, 2 * PENDING + 5
-    columns = drawn(np.random.default_rng(1), positions, 40_000, asked, least=3)
-    # Of every token that is left fewer than asked for, for the most part.
-    columns[1][:, 4:] = -math.inf
-    left = LeftTokens()
-    for row in range(positions):
-        left.take(*(one[row : row + 1] for one in columns))
-        assert len(left._pending) < PENDING
-    found = left.support(asked=asked, vocabulary=40_000)
-    held = sum(part.nbytes for parts in left._read for part in parts)
-    assert len(found) == positions and held <= 4 * int(found.counts.sum()) + 9 * positions
-    assert left.support(asked=asked, vocabulary=40_000).ids.equal(found.ids)
-
-
 def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned() -> None:
     # With tensor parallelism each rank has the outputs of all, and TRL takes its own.
     outputs, completions = [], []

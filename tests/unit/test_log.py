@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -17,12 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.banner import run_info, section_lines
+from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
-from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
-from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.events import SYNC_UNANSWERED
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import EventRecord, read_run, segment_files
 from mismatch_ext.metrics_file import run_folder
@@ -128,18 +124,6 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert re.search(r"patches +1, named in metrics-\*.jsonl$", said, flags=re.M) and "some.module" not in said
 
 
-def test_a_verbose_console_shows_versions_and_patches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path)
-    with caplog.at_level(logging.INFO, logger="mismatch_ext"):
-        run.log.begin(None)
-        run.log.announce()
-    said = capsys.readouterr().out
-    assert re.search(r"patch +a/patch on some.module:Class.method$", said, flags=re.M)
-    assert re.search(rf"versions +mismatch-ext=\S+, torch={re.escape(torch.__version__)}", said)
-
-
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
@@ -168,13 +152,6 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
         assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
 
 
-def test_the_start_says_which_keys_of_a_preset_are_off_and_which_placement_is_used(tmp_path: Path) -> None:
-    block = block_of(sections={"correction": {"preset": "slime_mis", "veto": None}, "kl": {"estimator": "k3"}})
-    lines = "\n".join(section_lines(block))
-    assert re.search(r"correction +preset=slime_mis, veto=off$", lines, re.MULTILINE)
-    assert re.search(r"kl +estimator=k3, placement=both,", lines)
-
-
 USERS_OWN = (
     "val-core/token_mismatch/acc/mean@8",
     "reward/mismatch/format",
@@ -189,23 +166,6 @@ def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_
     assert log.shown(dict.fromkeys(USERS_OWN, 0.5)) == dict.fromkeys(USERS_OWN, 0.5)
     assert log.shown(dict.fromkeys(("mismatch/seq_kl", "eval_mismatch/seq_kl"), 0.5)) == {}
     assert not any(map(of_layer, USERS_OWN)) and of_layer("mismatch/routing/layer_3_set_mismatch")
-
-
-def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
-    run = Run(tmp_path, k3_kl={"above": 1e-6, "patience": 1})
-    run.log.begin(None)
-    run.log.sums.add_gap("train", **logprobs(0.5))
-    assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
-
-
-@pytest.mark.parametrize("sections", [{"routing": {"mode": "R3"}}, {}])
-def test_an_alarm_advises_no_replay_that_is_on(sections: dict[str, Any], tmp_path: Path) -> None:
-    run = Run(tmp_path, sections=sections, k3_kl={"patience": 1})
-    run.log.begin(None)
-    run.log.sums.add_gap("train", **logprobs(0.5))
-    run.log.log(1, {})
-    (alarm,) = events(tmp_path, "alarm")
-    assert alarm.message.endswith("replay their routing.") == (not sections), alarm.message
 
 
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
@@ -354,23 +314,6 @@ def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, mo
     assert event.data["lines"] > 3 and [end.status for end in written.ends] == ["completed"]
 
 
-def test_a_disk_that_fills_before_the_header_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda fd, data: 0)
-        run.log.begin(4)
-        run.log.event("warning", "early", "waits for the file")
-        run.log.log(5, {"x": 0.5})
-    assert len([text for text in run.told if "only 0 of" in text]) == 1
-    run.log.log(6, {"x": 0.5})
-    run.log.end("completed")
-    written = read_run(tmp_path)
-    assert (written.header["of"], written.header["resume_step"]) == ("training", 4)
-    assert [record.step for record in written.steps] == [6]
-    assert len(events(tmp_path, "early")) == len(events(tmp_path, "lines_lost")) == 1
-    assert [end.status for end in written.ends] == ["completed"]
-
-
 @pytest.mark.parametrize("gone", ["full disk", "closed"])
 def test_a_banner_that_cannot_be_printed_ends_no_run(
     gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -389,18 +332,6 @@ def test_a_banner_that_cannot_be_printed_ends_no_run(
     run.log.announce()
     monkeypatch.setattr(sys, "stdout", None)
     run.log.announce()
-
-
-def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-
-    def closed(text: str) -> None:
-        raise BrokenPipeError("the terminal is gone")
-
-    monkeypatch.setattr("mismatch_ext.terminal.say", closed)
-    run.log.end("completed")
-    assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
 
 
 def test_a_correction_that_leaves_nothing_is_logged_without_a_gap(tmp_path: Path) -> None:
@@ -480,26 +411,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     assert events(tmp_path / "anew", "alarms_anew") == []
 
 
-def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
-        Run(tmp_path / "file")
-
-
 def test_a_run_that_never_began_ends_without_a_file(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.log.end("failed", "before the first step")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_closing_lines_count_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-    for step, engines in ((1, 2), (2, 1)):
-        for engine in range(engines):
-            run.log.event("warning", SYNC_UNANSWERED, f"rank {engine}: nothing is known of this update", step=step)
-        run.log.log(step, {"loss": 0.5, "mismatch/weight_sync_gap": 1e-3})
-    run.at = 2
-    run.log.end("completed")
-    (line,) = [line for line in closing_lines(read_run(tmp_path)) if line.startswith("  sync")]
-    assert line.endswith("no weight update failed, 2 unknown, first at step 1, last at step 2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -16,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.host_logs import read_runs
@@ -66,18 +63,6 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     assert [(end.step, end.status) for end in data.ends] == [(2, "completed")]
 
 
-def test_each_line_is_one_write_and_on_disk_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads: list[bytes] = []
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: (payloads.append(data), write(fd, data))[1])
-    stream = SegmentFile.create(tmp_path, header=HEADER)
-    for step in range(3):
-        stream.step(step, {"reward": 1.0})
-        assert (tmp_path / "metrics-000.jsonl").read_bytes() == b"".join(payloads)
-    stream.close()
-    assert len(payloads) == 4 and all(p.endswith(b"\n") and p.count(b"\n") == 1 for p in payloads)
-
-
 def test_the_file_is_strict_json(tmp_path: Path) -> None:
     with run_stream(tmp_path, header={"trainer": {"scale": math.inf}}) as stream:
         stream.step(np.int64(0), {"a": math.nan, "b": np.float32("inf"), "c": np.float64(0.5), "d": None})
@@ -115,33 +100,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monk
     assert [s.step for s in read_run(tmp_path).steps] == [1, 2]
 
 
-def test_a_torn_line_stays_in_its_file_and_is_named(tmp_path: Path) -> None:
-    before = small_run(tmp_path)
-    torn = before[: before.rindex(b"\n", 0, -1) + 1] + b'{"kind":"step","se'
-    (tmp_path / "metrics-000.jsonl").write_bytes(torn)
-    with run_stream(tmp_path, header=HEADER, resume_step=2) as stream:
-        stream.step(3, {"reward": 1.0})
-    assert (tmp_path / "metrics-000.jsonl").read_bytes() == torn
-    data = read_run(tmp_path)
-    assert (data.header["segment"], data.header["resume_step"]) == (1, 2)
-    (problem,) = data.problems
-    assert problem.startswith("metrics-000.jsonl, line 8 is torn")
-    assert [event.name for event in data.events if event.segment == 1] == ["resumed"]
-    assert data.series("reward")[0] == [1, 2, 3]
-
-
-def test_a_header_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(RunDirectoryError, match="No space left"):
-            SegmentFile.create(tmp_path, header=HEADER)
-    assert not list(tmp_path.iterdir())
-    assert SegmentFile.create(tmp_path, header=HEADER).segment == 0
-
-
 def test_a_training_that_resumes_none_is_a_run_of_its_own(tmp_path: Path) -> None:
     small_run(tmp_path)
     with run_stream(tmp_path, header={"run": {"name": "evaluated"}}, of="evaluation") as stream:
@@ -175,13 +133,6 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
     assert data.steps[4].metrics == {"reward": 50.0}
     assert [(p.step, p.segment) for p in data.profiles] == [(6, 1)]
     assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 8" in data.problems[0]
-
-
-def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=HEADER) as stream:
-        stream.step(1, {"reward": 1.0, "loss": 3.0})
-        stream.step(1, {"mismatch/k3_kl": 2.0, "loss": 4.0})
-    assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0, "loss": 4.0, "mismatch/k3_kl": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -228,41 +179,6 @@ def test_truncation_at_every_byte_is_read_and_can_be_resumed(tmp_path: Path) -> 
 
 def count(data: RunData) -> int:
     return sum(map(len, (data.headers, data.steps, data.profiles, data.scatters, data.events, data.ends)))
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-almost_lines = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["header", "step", "profile", "scatter", "event", "end"]),
-        "segment": st.integers(0, 3) | json_values,
-        "step": st.integers(0, 5) | json_values,
-    },
-    optional={
-        "split": st.just("train") | json_values,
-        "metrics": st.dictionaries(st.text(max_size=4), json_values, max_size=3) | json_values,
-        "profiles": json_values,
-        "of": st.just("evaluation") | json_values,
-        "resume_step": st.integers(0, 5) | json_values,
-        "message": json_values,
-        "rollout_logprobs": json_values,
-    },
-).map(lambda line: json.dumps(line).encode())
-
-
-@settings(max_examples=80, deadline=None)
-@given(garbage=st.lists(st.binary(max_size=40) | almost_lines, max_size=6))
-def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
-    run_dir = tmp_path_factory.mktemp("run")
-    good = b'{"kind":"end","segment":7,"step":9,"status":"completed","message":"kept"}'
-    (run_dir / "metrics-000.jsonl").write_bytes(b"\n".join([*garbage, good]))
-    data = read_run(run_dir)
-    assert data.ends[-1].message == "kept" and data.ending is not None
-    SegmentFile.create(run_dir, header=HEADER, resume_step=0).close()
-    assert read_run(run_dir).events[-1].name == "resumed"
 
 
 WRITER = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import lr_scheduler as lrs
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.lr import LrControl, length_statistics, length_sums, warn_of_short_training
+from mismatch_ext.lr import LrControl, length_statistics, length_sums
 from mismatch_ext.precision.scaler import LossScaler
 
 HALVING = LrConfig(period=1)
@@ -279,11 +278,3 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         control.load_state_dict({**saved, "control": {**saved["control"], "trigger": "cosine"}})
     with pytest.raises(RecordError, match="the state of mismatch.lr is of trigger 'grad_norm'"):
         control.load_state_dict({**saved, "control": {**saved["control"], "trigger": "grad_norm"}})
-
-
-def test_a_training_shorter_than_the_baseline_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    for config, steps, warned in ((SURGING, 2, True), (SURGING, 3, False), (SURGING, 0, False), (HALVING, 1, False)):
-        caplog.clear()
-        warn_of_short_training(config, steps)
-        assert ("waits for a surge over a baseline" in caplog.text) is warned

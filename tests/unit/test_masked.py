@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
-from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
 from mismatch_ext.sums import merged
 
@@ -69,18 +66,3 @@ def test_alarms(long: tuple[int, int], short: tuple[int, int], raised: set[str])
     for step in range(3):
         state, alarms = watch(state, metrics, rules, step)
     assert {alarm.metric.removeprefix(PREFIX) for alarm in alarms} == raised, metrics
-
-
-def test_a_log_has_the_shares_of_a_split_since_the_last_one(tmp_path: Path) -> None:
-    block = MismatchConfig()
-    header: dict[str, Any] = {"run": {"host": "x"}, "names": {}}
-    log = RunLog(block, tmp_path, info=lambda: header, step=lambda: 1)
-    weights, mask = batch()
-    logprobs = torch.full(mask.shape, -1.0)
-    for split in ("train", "eval/default"):
-        log.sums.add_gap(split, old=logprobs, rollout=logprobs, mask=mask)
-    log.mask("train", weights, mask)
-    assert log.measured(1)["mismatch/masked_token_frac"] == 0.5
-    assert "mismatch/masked_token_frac" not in log.measured(1, "eval/default")
-    log.sums.add_gap("train", old=logprobs, rollout=logprobs, mask=mask)
-    assert "mismatch/masked_token_frac" not in log.measured(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pickle
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PrecisionError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import (
     ALIASES,
@@ -125,18 +123,6 @@ def test_a_part_that_is_quantized_otherwise_is_refused_by_name(
     assert finding.what == what and fix in finding.fix and finding.expected != finding.found
 
 
-def test_the_section_names_what_is_quantized() -> None:
-    block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}})
-    assert block is not None and block.precision is not None
-    assert block.precision.engine_weights == "fp8_per_channel" and block.precision.kv_cache_dtypes == (
-        "auto",
-        "bfloat16",
-    )
-    for wrong in ("", "auto", "None"):
-        with pytest.raises(ConfigError, match="mismatch.precision.engine_kv_cache"):
-            MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_kv_cache": wrong}})
-
-
 def halved(*halves: tuple[str, str, dict[str, Any]]) -> Any:
     changes: dict[str, dict[str, Any]] = {"trainer": {}, "engine": {}, "sync": {}}
     for side, _, change in halves:
@@ -158,14 +144,6 @@ def test_each_half_is_found_and_nothing_else(half: tuple[str, str, dict[str, Any
     assert finding.expected and finding.found and finding.fix.endswith(".")
     with pytest.raises(PrecisionError, match="float16 was asked for on both sides, but 1 of"):
         report.raise_for_findings()
-
-
-def test_every_pair_of_halves_is_found_in_full() -> None:
-    for first, second in itertools.combinations(HALVES, 2):
-        if set(first[2]) & set(second[2]) and first[0] == second[0]:
-            continue  # two values of one property
-        found = {(f.side, f.what) for f in halved(first, second).findings}
-        assert found == {first[:2], second[:2]}, (first, second)
 
 
 def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
@@ -190,12 +168,6 @@ def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
     assert len(lines) == 5
 
 
-def test_without_a_host_the_advice_is_for_a_loop_of_one_s_own() -> None:
-    report = audit("float16", trainer("float16", autocast_dtype=None, parameter_dtypes={"float16": 1}), None, None)
-    masters, autocast = (finding.fix for finding in report.findings)
-    assert masters.startswith("Load the model in float32") and "torch.autocast(dtype=torch.float16)" in autocast
-
-
 @pytest.mark.parametrize(
     ("dtype", "changes", "what"),
     [
@@ -217,11 +189,6 @@ def test_a_model_without_a_trainable_parameter_is_named() -> None:
     assert frozen.compute_dtype == "float32"
     (finding,) = audit("float32", frozen, None, None).findings
     assert "no trainable parameter" in str(finding)
-
-
-def test_a_scaler_that_is_off_is_no_scaler_where_none_is_needed() -> None:
-    off = {"class": "GradScaler", "enabled": False, "scale": 1.0}
-    assert audit("bfloat16", trainer("bfloat16", scaler=off), None, None).ok
 
 
 def test_without_an_engine_only_the_trainer_is_audited() -> None:

@@ -288,15 +288,6 @@ def test_endless_overflows_are_an_error_that_names_scale_and_streak(
         one_step(scaler, optimizer, parameter, torch.full((3,), INF))
 
 
-def test_a_good_step_ends_a_streak() -> None:
-    scaler = LossScaler("cpu")
-    parameter, optimizer = pair()
-    for _ in range(4):
-        one_step(scaler, optimizer, parameter, torch.full((3,), INF))
-        one_step(scaler, optimizer, parameter, torch.ones(3))
-    assert (scaler.overflow_steps, scaler.longest_overflow_streak, scaler.overflow_streak) == (4, 1, 0)
-
-
 def test_a_missing_device_is_an_error_where_torch_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     with pytest.raises(PrecisionError, match="disables the loss scaler for device 'cuda'"):

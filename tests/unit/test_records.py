@@ -132,31 +132,6 @@ def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:
         assert line in written
 
 
-def test_the_page_of_a_real_model_quotes_what_upcycling_cost() -> None:
-    experts = evidence("real_gap")["figures"]["experts"]
-    assert experts["fewest experts in use"] == experts["experts"] == 4
-    text = page("real")
-    assert f"On {experts['tokens']} tokens that the dense model wrote" in text
-    assert f"is {experts['perplexity before']:.1f} before and {experts['perplexity after']:.1f} after" in text
-    shares = [
-        f"{experts[name]:.0%}".replace("%", " %") for name in ("smallest share of a layer", "largest share of a layer")
-    ]
-    assert " to ".join(shares) in text
-
-
-def test_the_page_of_a_real_model_quotes_what_it_learned() -> None:
-    right = {
-        (row["arm"], row["seed"]): [f"{share:.0%}" for share in row["right"]]
-        for row in evidence("real_learning")["figures"]
-    }
-    bf16, single = (
-        "from {} and {} to {} and {}".format(*(right[arm, seed][end] for end in (0, 1) for seed in (0, 1)))
-        for arm in ("bf16", "float32")
-    )
-    said = f"right answers rose {bf16} in bf16, and {single} in float32"
-    assert said.replace("%", " %") in page("real")
-
-
 def test_the_record_of_flows_has_all_of_them_and_none_that_failed() -> None:
     recorded = {flow["name"]: flow["status"] for flow in evidence("real")["figures"]}
     assert list(recorded) == [flow.name for flow in FLOWS]

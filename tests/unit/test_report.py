@@ -24,15 +24,11 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.metrics_file import SegmentFile
-from mismatch_ext.pooling import pooled
-from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.findings import side_dtype
 from mismatch_ext.report.levels import HEALTHY_ABS_DIFF, SAME_ABS_DIFF
 from mismatch_ext.report.summary import pool_profile
-from mismatch_ext.report.tables import side_rows
-from mismatch_ext.words import quantity
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
@@ -115,14 +111,6 @@ def flat_run(
 
 def figures_of(runs: dict[str, RunData], section: str) -> tuple[Figure, ...]:
     return next((one.figures for one in sections(runs) if one.id == section), ())
-
-
-def test_a_log_without_its_token_count_does_not_change_the_weights_of_others(tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=header("a")) as stream:
-        for step, (mean, tokens) in enumerate([(1e-6, 1000.0), (1.0, 1.0), (1.0, None)]):
-            counted = {} if tokens is None else {"mismatch/tokens": tokens}
-            stream.step(step, {"mismatch/logp_abs_diff_mean": mean} | counted)
-    assert pooled(read_run(tmp_path), "logp_abs_diff_mean") == pytest.approx(1 / 1001, rel=1e-2)
 
 
 def say(run_dir: Path) -> str:
@@ -396,15 +384,6 @@ def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
     assert side_dtype(None) is None
 
 
-def test_both_sides_have_names_of_dtypes_and_no_counts(tmp_path: Path) -> None:
-    """Of an engine that packs weights away few parameters are left to count."""
-    engine = {"model_dtype": "bfloat16", "parameter_dtypes": {"bfloat16": 17792}}
-    trainer = {"parameter_dtypes": {"bfloat16": 595328, "float32": 10}}
-    flat_run(tmp_path / "a", 1e-3, trainer=trainer, engine=engine)
-    (row,) = [row for row in side_rows(load_runs(tmp_path / "a")) if "parameter" in row["key"]]
-    assert row["pairs"] == [("bfloat16 and float32", "bfloat16")] and row["differs"] == [False]
-
-
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
     content = (run / "metrics-000.jsonl").read_bytes()
@@ -471,13 +450,6 @@ def test_a_run_that_is_named_by_its_path_is_shown_by_its_folder(tmp_path: Path) 
     assert list(load_runs(tmp_path)) == ["first", "runs/2"]
 
 
-def test_what_to_do_is_said_of_every_run_with_a_known_cause(tmp_path: Path) -> None:
-    for name, dtype in (("a", "float16"), ("b", "float16"), ("c", "float32"), ("d", "bfloat16")):
-        flat_run(tmp_path / name, 0.015, name=name, engine={"model_dtype": dtype})
-    causes = [f"its trainer computes in bfloat16 and its engine in {name}, so give" for name in ("float16", "float32")]
-    assert f" small gap: in a and b {causes[0]} both one dtype; in c {causes[1]} both one dtype." in say(tmp_path)
-
-
 def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
     with run_stream(tmp_path, header=header("a")) as stream:
         for step, value in enumerate((1e-3, 0.0, 1e-20, 1e-4)):
@@ -534,16 +506,6 @@ def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, 
     assert [figure.id for figure in figures] == ["numerics", "stale", "staleness"]
 
     assert "numerics" not in page.text.lower()
-
-
-def test_quantity_and_dtype() -> None:
-    values = (None, 0.0, 0.01234, 2.1e-6, 8.06, 12345.0, 1e6, -3e-4, 65536.0)
-    assert [quantity(v) for v in values] == [
-        *("–", "0", "0.0123", "2.10e-6", "8.06", "12300", "1.00e6", "-3.00e-4", "65500"),
-    ]
-    assert [spelled(d) for d in ("torch.bfloat16", "bf16", "half", "Float32", "fp8")] == [
-        *("bfloat16", "bfloat16", "float16", "float32", "fp8"),
-    ]
 
 
 numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
@@ -647,34 +609,6 @@ def test_a_report_says_what_replay_saves_and_does_not_advise_it(tmp_path: Path) 
     page = built.path.read_text(encoding="utf-8")
     assert ">other experts</th>" in page and ">k3 without replay</th>" in page
     assert "k3 estimate of KL(mu||pi) per token; never negative, of the batches that were also" in page
-
-
-def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> None:
-    def step(number: int, rate: float, **metrics: float) -> dict[str, Any]:
-        measured = {"learning_rate": rate, **metrics}
-        return {"kind": "step", "segment": 0, "step": number, "split": "train", "metrics": measured}
-
-    runs = {
-        "stock": [step(1, 1e-3), step(2, 1e-3)],
-        "controlled": [
-            step(1, 1e-3, **{"mismatch/lr_multiplier": 1.0}),
-            step(2, 5e-4, **{"mismatch/lr_multiplier": 0.5}),
-        ],
-    }
-    for name, lines in runs.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    loaded = load_runs(tmp_path)
-    figures = {figure.id: json.loads(figure.json)["data"] for figure in figures_of(loaded, "learning-rate")}
-    assert set(figures) == {"learning-rate", "lr-multiplier"}
-    (multiplier,) = figures["lr-multiplier"]
-    assert multiplier["y"] == [1.0, 0.5] and multiplier["name"] == "controlled"
-    assert {trace["name"]: trace["y"] for trace in figures["learning-rate"]} == {
-        "stock": [1e-3, 1e-3],
-        "controlled": [1e-3, 5e-4],
-    }
-    assert "Learning-rate control" in build(tmp_path).path.read_text(encoding="utf-8")
-    assert not figures_of({"stock": loaded["stock"]}, "learning-rate")
 
 
 def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
 from mismatch_ext.doctor.evidence import Part
-from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.report import build, build_why, judge, load_runs, summarize
@@ -58,32 +56,6 @@ def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert "Why the two sides differ" in page and "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page
     assert "confirmed" in page and "temperature: 1" in page and "a note" in page and "a hint" in page
     assert "<script" not in page and "Explained: the causes below" in page
-
-
-def test_a_report_says_how_many_experts_differ(tmp_path: Path) -> None:
-    write(tmp_path, replace(found(), flips=(0.0123, 0.01), most_flips=(3, 0.02)))
-    page = build_why(tmp_path).read_text(encoding="utf-8")
-    assert (
-        "router at 1.23% of tokens and layers (most in layer 3, at 2.0% of its tokens); rounding alone makes 1.00%<"
-        in page
-    )
-
-
-def test_parts_of_few_tokens_are_not_said_to_add_up(tmp_path: Path) -> None:
-    write(tmp_path, found())
-    assert "<caption>Parts of the gap, which add up, with 90 % intervals.<" in build_why(tmp_path).read_text("utf-8")
-    part = replace(found().parts[0], share=None, low=None, high=None)
-    write(tmp_path, replace(found(), tokens=1999, parts=(part,)))
-    page = build_why(tmp_path).read_text("utf-8")
-    assert "<caption>Parts of the gap. No shares below 2,000 tokens: they would be" in page and "add up" not in page
-
-
-@pytest.mark.parametrize("status", get_args(get_type_hints(NamedCause)["status"]))
-def test_every_status_of_a_cause_has_its_words(tmp_path: Path, status: Any) -> None:
-    diagnosis = found()
-    write(tmp_path, replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
-    assert f">{STATUS[status]}<" in build_why(tmp_path).read_text(encoding="utf-8")
-    assert STATUS[status] in report(replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
 
 
 def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path: Path) -> None:
@@ -136,12 +108,6 @@ def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
     write_run(tmp_path, "fp16", **header)
     verdict = build(tmp_path).verdict
     assert "has a gap with a known cause" in verdict and "repetition_penalty=1.05 and its trainer does not" in verdict
-
-
-def test_a_partial_name_is_said_to_be_a_part(tmp_path: Path) -> None:
-    write_run(tmp_path, "bf16")
-    write(tmp_path, replace(found(), verdict="partly", unexplained=1e-3))
-    assert "which is a part of it" in build(tmp_path).verdict
 
 
 def test_what_is_not_the_doctors_is_missing_and_no_error(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.patching import active_patches, digest_of
-from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.rollout import (
     Provenance,
     RolloutRecord,
@@ -20,7 +18,6 @@ from mismatch_ext.rollout import (
     collate,
     expect_present,
     sampled_by,
-    to_provenance,
     to_records,
 )
 from mismatch_ext.routing import RoutingTrace
@@ -105,17 +102,6 @@ def test_what_an_engine_says_of_its_weights_makes_a_rollouts_provenance() -> Non
             sampled_by("r1", ORIGIN, *versions, allow_mixed=True)
     with pytest.raises(RecordError, match="rollout r1 has no provenance"):
         sampled_by("r1", None, 5, 5)
-
-
-def test_an_engines_reading_gives_the_provenance_with_the_patches_of_this_process() -> None:
-    reading = EngineReading(
-        engine="vllm", version="0.30.0", model_dtype="float16", parameter_dtypes={}, kv_cache_dtype="float16",
-        logprobs_mode="processed_logprobs", quantization=None,
-    )  # fmt: skip
-    assert to_provenance(reading, sampling=SamplingSettings(), weight_version=3, patch_digest="ab") == ORIGIN
-    assert to_provenance(reading, sampling=SamplingSettings(), weight_version=3).patch_digest == digest_of(
-        active_patches()
-    )
 
 
 def test_ids_alone_make_records_and_their_numbers_are_checked() -> None:

@@ -26,11 +26,6 @@ def test_any_kind_of_mask_and_a_view_of_it() -> None:
         assert align([one], mask)[1].tolist() == [False, True, True, True, False]
 
 
-def test_the_target_device_is_used() -> None:
-    laid, mask = align([trace(3)], torch.ones(1, 4), device="meta")
-    assert laid.parts[0].device.type == mask.device.type == "meta"
-
-
 def test_what_does_not_fit_is_refused() -> None:
     one = trace(3)
     with pytest.raises(RoutingError, match=r"1 routing traces for an attention mask of shape \(2, 4\)"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +13,16 @@ from mismatch_ext.adapters.transformers.side import TrainedModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mismatch_ext import Run, loop
+from mismatch_ext import Run
 from mismatch_ext.closing import closing_lines
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, judge, load_runs, summarize
-from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.models import tiny_gemma2
-from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
+from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout
 from tests.unit.loops import (
     KL,
     NOISE,
@@ -93,12 +90,6 @@ def test_an_empty_block_changes_no_bit(block: Any, tmp_path: Path) -> None:
     with Run(block, trainer, rollout, tmp_path).start() as run:
         learn(run, 3)
     assert same(by_hand(3, plain), weights(trainer))
-
-
-def test_both_sides_are_what_a_run_asks_for() -> None:
-    trainer, rollout = sides()
-    assert isinstance(trainer, TrainerSide) and isinstance(trainer, LoopTrainer)
-    assert isinstance(rollout, RolloutSide) and isinstance(rollout, LoopRollout)
 
 
 def test_a_run_measures_and_reports(tmp_path: Path) -> None:
@@ -180,29 +171,12 @@ def test_a_batch_that_is_not_measured_is_named_in_a_run_that_only_measures(tmp_p
     assert run.steps == 1
 
 
-@pytest.mark.parametrize("verb", ["correct", "kl", "kl in loss"])
-def test_a_verb_without_its_section_may_be_left_out(verb: str, tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({}, trainer, rollout, tmp_path).start() as run:
-        leaving_out(verb)(run)
-    assert run.steps == 1
-
-
 def test_rollouts_before_the_weights_are_sent_are_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with pytest.raises(LoopError, match=r"step 1: the trainer's weights have changed .* call run.send\(\)"):
         with Run(ENDS, trainer, rollout, tmp_path).start() as run:
             learn(run, 2, sends=False)
     assert run.steps == 1
-
-
-def test_rollouts_of_earlier_weights_are_refused(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run(ENDS, trainer, rollout, tmp_path).start() as run:
-        early = rollout.generate(PROMPTS)
-        learn(run, 1)
-        with pytest.raises(RecordError, match="weight version 0, but the engine is at 1"):
-            run.batch(early)
 
 
 def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
@@ -212,24 +186,6 @@ def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
         learn(run, 2)
     events = read_run(tmp_path / "mismatch").events
     assert [event.level for event in events if event.name == "weight_sync"] == ["warning", "error"]
-
-
-def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return what an engine makes of tokens that computes another function of the same weights."""
-    return recurrent_logits(model, tokens, attention_mask) / 2
-
-
-def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_update_did_it(tmp_path: Path) -> None:
-    trainer, _ = sides()
-    rollout = TorchRollout(trainer.model, halved_logits)
-    with (
-        pytest.warns(UserWarning, match="apart before any update"),
-        Run(ENDS, trainer, rollout, tmp_path).start() as run,
-    ):
-        learn(run, 1)
-    (message,) = [event.message for event in read_run(tmp_path / "mismatch").events if event.name == "weight_sync"]
-    assert "apart before any update, and differ token by token as they did then" in message
-    assert "garbled" not in message and "Weights arrived" not in message
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -250,26 +206,6 @@ def test_a_trainer_whose_attention_drops_the_soft_cap_is_warned_of_at_the_start(
     assert model.config._attn_implementation == attention
 
 
-def test_a_step_past_the_run_is_refused_when_the_weights_are_sent(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    block = {"correction": {"preset": "tis"}}
-    with (
-        pytest.raises(LoopError, match=r"and not by run.step\(\)"),
-        Run(block, trainer, rollout, tmp_path).start() as run,
-    ):
-        batch = run.batch(rollout.generate(PROMPTS))
-        (-run.score(batch).mean()).backward()
-        trainer.optimizer.step()
-        run.send()
-
-
-def test_an_unstarted_run_is_named(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    run = Run(None, trainer, rollout, tmp_path)
-    with pytest.raises(LoopError, match="has not been started"):
-        run.batch(rollout.generate(PROMPTS))
-
-
 @pytest.mark.parametrize(
     ("block", "error", "named"),
     [
@@ -287,41 +223,12 @@ def test_what_cannot_be_had_is_refused_before_the_first_rollout(
         Run(block, trainer, rollout, tmp_path).start()
 
 
-def test_a_device_without_float64_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, rollout = sides()
-    monkeypatch.setattr(type(trainer), "device", torch.device("mps"))
-    with pytest.raises(ConfigError, match="'mps', which has no float64"):
-        Run(None, trainer, rollout, tmp_path).start()
-
-
 def test_without_a_reference_the_kl_term_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     trainer.reference = None
     with pytest.raises(ConfigError, match="there is none: TrainedModel"):
         with Run(KL, trainer, rollout, tmp_path).start() as run:
             learn(run, 1)
-
-
-def test_an_alarm_stops_the_loop(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    block = {"monitor": {"alarms": {"k3_kl": {"above": 0.0, "patience": 2, "action": "stop"}}}}
-    with pytest.warns(UserWarning, match="k3_kl"), Run(block, trainer, rollout, tmp_path).start() as run:
-        stops = []
-        while not stops or stops[-1] is None:
-            learn(run, 1)
-            stops.append(run._log.stopped)
-    assert len(stops) == 2 and stops[0] is None and "k3_kl" in str(stops[1])
-
-
-def test_a_micro_batch_has_its_own_rows(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run(None, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS))
-        with torch.no_grad():
-            whole = run.score(batch)
-            halves = [run.score(batch.rows(first, first + 8)) for first in (0, 8)]
-        assert torch.allclose(torch.cat(halves), whole, atol=1e-6)
-        assert len(batch.rows(0, 8).records) == 8
 
 
 def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transformers() -> None:
@@ -485,16 +392,6 @@ def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Pat
         assert "mismatch/rollout_is_mean" not in run.log().metrics
 
 
-def test_an_engine_whose_update_says_nothing_is_named(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    run = Run({}, trainer, rollout, tmp_path).start()
-    rollout.update = lambda weights: None  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(
-        RecordError, match="TorchRollout.update returned a NoneType; it must return a SyncReading and a mapping"
-    ):
-        run.send()
-
-
 def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -509,18 +406,6 @@ def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in
     judged = judge(name, data, summarize({name: data}))
     assert ["no parameter of the optimizer is trainable" in warning for warning in judged.warnings] == [True]
     assert judged.cause is not None and "is_trainable=True" in judged.cause
-
-
-def test_a_trainable_parameter_is_enough(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    first, *others = trainer.model.parameters()
-    for parameter in others:
-        parameter.requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Run({}, trainer, rollout, tmp_path).start().end()
-    (data,) = load_runs(tmp_path).values()
-    assert "nothing_trained" not in [event.name for event in data.events]
 
 
 def test_weights_that_stand_still_are_in_the_report_and_the_closing_lines(tmp_path: Path) -> None:
@@ -538,21 +423,6 @@ def test_weights_that_stand_still_are_in_the_report_and_the_closing_lines(tmp_pa
     assert any(line.startswith("  warning    at step 3: the last 3 weight updates") for line in closing_lines(data))
 
 
-def test_weights_that_stood_still_for_a_while_do_not_label_the_whole_run(tmp_path: Path) -> None:
-    trainer, rollout = sides(rate=0.0)
-    with pytest.warns(UserWarning, match="the last 3 weight updates sent the same weights"):
-        run = Run({}, trainer, rollout, tmp_path).start()
-        learn(run, 4)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.1
-        learn(run, 2)
-    run.end()
-    (verdict,) = build(tmp_path).to_dict()["runs"].values()
-    assert not any("sent the same weights" in warning for warning in verdict["warnings"])
-    (data,) = load_runs(tmp_path).values()
-    assert any("the last 3 weight updates" in line for line in closing_lines(data))
-
-
 def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     block = {"kl": {"coef": 0.1, "baseline": "leave_one_out", "placement": "both"}}
@@ -565,22 +435,3 @@ def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
             run.kl(part, logprobs=run.score(part), reference=reference[:1])
         of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
         run.kl(of_one_prompt, logprobs=run.score(of_one_prompt), reference=reference[: len(of_one_prompt)])
-
-
-class Waits(TorchFunctionMode):
-    """Counts the calls that would wait for a device."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in ("cpu", "item", "tolist", "__float__", "__bool__")
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_norm_of_gradients_waits_for_the_device_once() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.full((3,), float(number))
-    with Waits() as waits:
-        norm = loop._grad_norm(torch.optim.SGD(parameters, lr=1.0), None)
-    assert norm == pytest.approx(math.sqrt(3 * (1 + 4 + 9 + 16))) and waits.count == 1

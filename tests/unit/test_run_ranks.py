@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -73,19 +72,6 @@ def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> Non
     assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2
 
 
-def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, rollout = sides()
-    block = {"lr": {}, "monitor": {"weight_sync": "off"}}
-    with Run(block, trainer, rollout, tmp_path, ranks=Two()).start() as run:
-        records = rollout.generate(PROMPTS)
-
-        def moved(tensor: Tensor) -> Tensor:
-            raise AssertionError("moved to where the ranks' backend may not be")
-
-        monkeypatch.setattr(Tensor, "cpu", moved)
-        run.batch(records)
-
-
 def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
@@ -101,28 +87,6 @@ def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
         (entry,) = run._rate.state.history  # type: ignore[union-attr]
         assert entry.value == pytest.approx(sum(lengths) / len(lengths))
         assert run.log().metrics["length"] == pytest.approx(entry.value)
-
-
-def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
-        for reason in ("stop", None):
-            records = [dataclasses.replace(record, finish_reason=reason) for record in rollout.generate(PROMPTS)]
-            batch = run.batch(records)
-            with torch.no_grad():
-                run.measure(batch, old=run.score(batch))
-            run.backward(run.score(batch).mean() / 2)
-        run.step()
-        (entry,) = run._rate.state.history  # type: ignore[union-attr]
-        assert entry.truncated is None
-
-
-def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, rollout = sides()
-    asked = []
-    monkeypatch.setattr(trainer, "surplus", lambda: asked.append(1))
-    Run({}, trainer, rollout, tmp_path, ranks=Two(1)).start().end()
-    assert asked == [1]
 
 
 def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:

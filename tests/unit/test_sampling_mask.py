@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -219,61 +217,6 @@ def test_the_support_of_top_logprobs_is_exact_or_refused() -> None:
 
 
 # The bias of the policy gradient, by enumeration of all responses.
-
-VOCABULARY, LENGTH = 7, 2
-
-
-class Toy:
-    """A policy over all responses of two tokens: a table of logits, a row for the first token and one per first token."""
-
-    def __init__(self) -> None:
-        self.logits = normal(1 + VOCABULARY, VOCABULARY, seed=5, scale=1.5).requires_grad_()
-        self.mask = left(self.logits.detach(), SamplingSettings(top_p=0.8))
-        self.responses = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-        self.reward = normal(len(self.responses), seed=6)
-
-    def states(self, response: Sequence[int]) -> list[int]:
-        return [0, 1 + response[0]]
-
-    def logprobs(self, response: Sequence[int], *, truncated: bool) -> Tensor:
-        states, tokens = self.states(response), torch.tensor(response)
-        if not truncated:
-            return self.logits[states].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return support_logprobs(self.logits[states], tokens, of_mask(self.mask[states]))
-
-    def sampled(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The responses that the engine can draw, with their places."""
-        return [
-            (place, response)
-            for place, response in enumerate(self.responses)
-            if all(self.mask[state, token] for state, token in zip(self.states(response), response, strict=True))
-        ]
-
-    def true_gradient(self) -> Tensor:
-        """That of the expected reward of the policy that samples, by the definition of both."""
-        tables = self.logits.masked_fill(~self.mask, -math.inf).softmax(-1)
-        both = tables[0][:, None] * tables[1:]
-        (found,) = torch.autograd.grad((both.flatten() * self.reward).sum(), self.logits)
-        return found
-
-    def estimate(self, *, replayed: bool) -> Tensor:
-        """The expectation of GRPO's first update, over all responses with the probability that they are drawn with."""
-        total = torch.zeros(())
-        for place, response in self.sampled():
-            behavior = self.logprobs(response, truncated=True).detach()
-            scored = self.logprobs(response, truncated=replayed)
-            ratio = (scored - behavior).exp()
-            total = total + behavior.sum().exp() * self.reward[place] * ratio.sum()
-        (found,) = torch.autograd.grad(total, self.logits)
-        return found
-
-
-def test_replay_takes_the_bias_out_of_the_policy_gradient() -> None:
-    toy = Toy()
-    truth = toy.true_gradient()
-    error = {on: float((toy.estimate(replayed=on) - truth).norm() / truth.norm()) for on in (True, False)}
-    assert error[True] < 1e-12
-    assert error[False] > 0.1
 
 
 # The section, and records.

@@ -88,12 +88,6 @@ def test_a_batch_stays_a_batch() -> None:
     assert generate_request([[3, 4]], SamplingSettings(), max_new_tokens=1)["input_ids"] == [[3, 4]]
 
 
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_both_spellings_of_the_whole_vocabulary_are_sglangs(top_k: int) -> None:
-    request = generate_request([3], SamplingSettings(top_k=top_k), max_new_tokens=1)
-    assert request["sampling_params"]["top_k"] == -1
-
-
 def test_greedy_sampling_is_asked_for_at_temperature_1() -> None:
     request = generate_request([3], SamplingSettings(top_k=1), max_new_tokens=1)
     assert (request["sampling_params"]["top_k"], request["sampling_params"]["temperature"]) == (1, 1.0)

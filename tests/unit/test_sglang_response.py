@@ -62,11 +62,6 @@ def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
     assert ours.routing is not None and ours.routing.same_as(trace)
 
 
-def test_tuples_of_the_engine_and_lists_of_http_read_alike() -> None:
-    entries = [tuple(entry) for entry in response()["meta_info"]["output_token_logprobs"]]
-    assert parse(response(output_token_logprobs=entries)).rollout_logprobs.tolist() == [-0.5, -1.5, -2.5]
-
-
 def test_without_a_shape_no_routes_are_read() -> None:
     assert parse(response(routed_experts="garbage"), shape=None).routing is None
 
@@ -77,12 +72,6 @@ def test_several_responses_per_prompt_stay_beside_each_other() -> None:
     assert [r.prompt_ids.tolist() for r in records] == [list(PROMPT)] * 2 + [list(other)] * 2
     with pytest.raises(RecordError, match="3 responses for 2 prompts with n=2; allowed: 4"):
         to_records([response()] * 3, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
-
-
-@pytest.mark.parametrize("kind", ["stop", "length"])
-@pytest.mark.parametrize("form", ["object", "text"])
-def test_the_reason_of_the_end_is_read_in_both_forms(kind: str, form: str) -> None:
-    assert parse(response(finish_reason={"type": kind} if form == "object" else kind)).finish_reason == kind
 
 
 def test_an_aborted_request_is_refused_unless_it_is_asked_for() -> None:

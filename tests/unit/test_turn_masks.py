@@ -116,10 +116,3 @@ def test_a_token_of_the_policy_without_its_mask_is_named(
 ) -> None:
     with pytest.raises(RecordError, match=words):
         masked(turns(count), whole(), others)
-
-
-def test_what_the_engine_said_of_its_masks_is_said_again() -> None:
-    calls = Calls()
-    calls.add(PROMPT, SAMPLED[0], None, "RecordError: rollout a, token 2: at least 24 tokens were left")
-    with pytest.raises(RecordError, match="rollout a, token 2: at least 24 tokens were left"):
-        masks_of("0", shortened(3), calls)

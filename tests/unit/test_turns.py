@@ -119,12 +119,6 @@ def test_turns_find_their_completions() -> None:
         assert np.array_equal(joined.records[2].rollout_logprobs, third.rollout_logprobs)
 
 
-def test_a_masked_turn_is_in_no_statistic() -> None:
-    mask = tuple(kept and place > 4 for place, kept in enumerate(MASK))
-    (record,) = join_turns(turns(), [whole(response_mask=mask)]).records
-    assert record.response_mask.tolist() == list(mask) and record.routing is not None
-
-
 def rendered_again() -> tuple[list[RolloutRecord], Trained]:
     found = turns()
     prompt = list(found[1].prompt_ids)

@@ -168,25 +168,6 @@ def test_the_table_of_tested_versions_has_what_ran_and_nothing_else() -> None:
     assert {name: named[name] for name in PEERS} == {name: set(peer.ran) for name, peer in PEERS.items()}
 
 
-def test_the_table_of_releases_has_the_first_and_the_last_version_that_ran() -> None:
-    page = (ROOT / "docs/maintainers.md").read_text(encoding="utf-8")
-    heads, row = (
-        [cell.strip() for cell in found.split("|")[1:-1]]
-        for found in re.findall(r"^(?:\| release|\| 0\.1\.0) \|.*$", page, flags=re.M)
-    )
-    for head, cell in zip(heads, row, strict=True):
-        if head.lower() not in PEERS:
-            continue
-        first, last = (Version(PEERS[head.lower()].ran[end]) for end in (0, -1))
-        found = [Version(version) for version in cell.split(" to ")]
-        # TRL and vLLM are named by their minor versions.
-        shortened = [
-            Version(".".join(map(str, one.release[: len(of.release)])))
-            for one, of in zip((first, last), (found[0], found[-1]), strict=True)
-        ]
-        assert shortened == [found[0], found[-1]], head
-
-
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)
 def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch) -> None:
     peer = PEERS[patch.peer]

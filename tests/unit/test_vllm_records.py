@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mismatch_ext.adapters.vllm import to_records, to_traces
+from mismatch_ext.adapters.vllm import to_records
 
 from mismatch_ext.errors import EngineError, RecordError, RoutingError
-from mismatch_ext.routing import RoutingShape
 from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance
 
 
@@ -75,12 +74,6 @@ def test_a_response_with_a_logprob_that_is_not_finite_has_a_fault() -> None:
     assert record.fault is not None
     assert record.fault.reason == "rollout_logprobs"
     assert "rollout 0, token 1" in record.fault.message
-
-
-def test_traces_of_another_number_of_completions_are_refused() -> None:
-    shape = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
-    with pytest.raises(RoutingError, match="1 responses for 1 prompts with n=2"):
-        to_traces([output()], prompt_ids=[PROMPT], shape=shape, version=0, n=2)
 
 
 def test_a_row_whose_likely_tokens_are_no_distribution_is_bad_and_the_others_are_not() -> None:

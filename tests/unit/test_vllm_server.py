@@ -7,7 +7,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -80,10 +79,6 @@ class TestRequests:
         assert http.url == "http://127.0.0.1:8000" and http.session.auth == ("user", "p@ss")
         assert "user" not in str(http)
 
-    def test_a_server_does_not_say_how_long_to_wait(self) -> None:
-        retries = _http("http://127.0.0.1:8000").session.get_adapter("http://").max_retries
-        assert retries.respect_retry_after_header is False
-
     def test_an_engine_that_is_silent_ends_the_run(self) -> None:
         with answering({ALIVE: SILENT, "/v1/completions": SILENT, "/collective_rpc": SILENT}) as url:
             http = _http(url, 0.2)
@@ -112,31 +107,6 @@ class TestRequests:
             http = _http(url, 0.3)
             assert http.generate("/v1/completions", [1, 2]) == {"choices": [1, 2]}
         assert len(asked) >= 3
-
-    def test_threads_that_ask_at_the_same_time_share_no_session(self) -> None:
-        meeting, sessions = threading.Barrier(3), []
-
-        class Watched(requests.Session):
-            def request(self, *args: Any, **kwargs: Any) -> Any:
-                sessions.append(self)
-                return super().request(*args, **kwargs)
-
-        def answer(body: Any) -> Any:
-            meeting.wait(30)
-            return body
-
-        shared = Watched()
-        shared.headers["Authorization"] = "Bearer mine"
-        shared.cookies.set("route", "a")
-        with answering({"/v1/completions": answer, "/render": answer}) as url:
-            http = ServerHttp(url, shared, 30.0)
-            with ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(http.generate, "/v1/completions", n) for n in range(2)]
-                asked.append(pool.submit(http.post, "/render", 2))
-                assert [one.result() for one in asked] == [0, 1, 2]
-        assert len({id(session) for session in sessions} | {id(session.cookies) for session in sessions}) == 6
-        for session in sessions:
-            assert session.headers["Authorization"] == "Bearer mine" and session.cookies["route"] == "a"
 
     def test_what_fails_is_said_in_the_servers_words(self) -> None:
         bad = (400, {"error": {"message": "Out of range float values are not JSON compliant: nan"}})
@@ -169,11 +139,6 @@ class TestStamps:
         mine.begin()
         mine.end()
         assert "older update of this trainer" in str(mine.contradiction(first))
-
-    def test_an_update_that_was_begun_is_not_the_last(self) -> None:
-        stamps = Stamps()
-        stamps.begin()
-        assert stamps.last is None
 
 
 class Worker:
@@ -268,11 +233,6 @@ class TestWhatAServerMustBe:
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(_checked(_server(**changed), block, rpc))
 
-    def test_without_development_endpoints_the_variable_is_named(self) -> None:
-        with answering({}) as url, pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as error:
-            RemoteEngine(_http(url))
-        assert "VLLM_USE_RUST_FRONTEND" not in str(error.value)
-
     @pytest.mark.parametrize("missing", ["/server_info", "/collective_rpc"])
     def test_a_frontend_without_a_needed_endpoint_is_named_with_the_one_that_has_it(self, missing: str) -> None:
         """vLLM's Rust frontend answers 404 with an empty body for a path that it does not have."""
@@ -281,11 +241,6 @@ class TestWhatAServerMustBe:
             RemoteEngine(_http(url))
         said = str(error.value)
         assert f"its HTTP frontend has no {missing}" in said and "VLLM_USE_RUST_FRONTEND=0" in said, said
-
-    def test_a_frontend_without_weight_updates_is_in_development_mode_too(self) -> None:
-        with answering({"/is_sleeping": {"is_sleeping": False}}) as url, pytest.raises(EngineError) as error:
-            RemoteEngine(_http(url))
-        assert "its HTTP frontend has no /server_info" in str(error.value)
 
     def test_without_the_plugin_it_is_said_what_is_not_checked(self) -> None:
         with answering(_server(dtype="torch.bfloat16") | {"/collective_rpc": _without_plugin}) as url:

@@ -248,18 +248,6 @@ def test_an_update_far_beyond_what_it_moved_is_an_error_at_once() -> None:
     assert verifier.verdict is not None and verifier.verdict.clear and said[0][0] == "error"
 
 
-def test_doubt_is_kept_over_a_resume() -> None:
-    trainer, engine, verifier, _ = started()
-    for _ in range(10):
-        trainer.train()
-    assert not verifier.verify().ok  # type: ignore[union-attr]
-    resumed = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float16")
-    resumed.begin()
-    assert resumed.load_state_dict(json.loads(json.dumps(verifier.state_dict()))) is None
-    with pytest.raises(WeightSyncError, match="stale"):
-        resumed.verify()
-
-
 def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
     trainer, engine, verifier, said = started()
     answers = engine.decode
@@ -299,34 +287,6 @@ def test_a_stale_decode_is_blamed_on_the_prefix_cache_if_it_is_right_past_it(pas
     assert len(asked) == 1 and ("past its prefix cache" in str(error.value)) == past_is_right
     assert ("reset it after each update" in str(error.value)) == past_is_right
     assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
-
-
-def test_a_stale_decode_stays_one_if_the_engine_cannot_decode_past_its_cache() -> None:
-    trainer, engine, verifier, _ = started()
-    engine.captured = copy.deepcopy(engine.model)
-
-    def decode_afresh(tokens: Tensor, count: int) -> Decoded:
-        raise EngineError("busy")
-
-    engine.decode_afresh = decode_afresh  # type: ignore[attr-defined]
-    trainer.train()
-    with pytest.raises(WeightSyncError):
-        verifier.verify(engine.receive(trainer.model))
-    assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
-    assert verifier.unanswered == 0 and verifier.state.doubted[-1]
-
-
-def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
-    trainer, engine, verifier, _ = started()
-    trainer.train()
-    first = engine.receive(trainer.model)
-    assert verifier.verify(first).ok
-    with torch.no_grad():  # below the floor of movement
-        trainer.model.embed.weight[3, 3] += 0.01
-    sent = {"embed.weight": trainer.model.embed.weight.detach().half()}
-    verdict = verifier.judge(sent)
-    assert verdict.status == "stale" and "1 are the trainer's previous version" in verdict.message
-    assert verdict.gap_mean < verdict.threshold
 
 
 def test_a_trainer_that_was_asked_before_gives_the_verdict_of_one_asked_now() -> None:
@@ -445,13 +405,6 @@ def test_answers_that_cannot_be_judged_are_refused() -> None:
         trainer.model.mix[2].bias[:] = torch.nan
     with pytest.raises(NonFiniteLogprobError, match=r"probe \(0, 0\) \(row, position\) is nan"):
         verifier.judge()
-
-
-def test_the_coarser_side_sets_the_limits() -> None:
-    trainer = Trainer()
-    engine = Engine(trainer.model)
-    verifier = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float32", trainer_dtype="bf16")
-    assert verifier.state.dtypes == ("bfloat16", "float32")
 
 
 def test_probes_are_the_same_in_every_run_and_fit_the_engine() -> None:

