@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -135,12 +134,8 @@ def test_weights_lost_in_sleep_mode_are_not_numerics() -> None:
 # Mean gaps measured between vLLM and transformers with the same weights, dense and MoE, by dtype.
 @pytest.mark.parametrize(
     "gaps",
-    [
-        (1.05e-7, 9.12e-5, 6.91e-4), (1.81e-6, 1.71e-3, 1.35e-2), (7.06e-6, 6.68e-3, 5.22e-2),
-        (8.5e-8, 9.75e-5, 7.66e-4), (1.1e-6, 4.90e-3, 5.21e-2), (4.1e-6, 1.84e-2, 0.204),
-        (2.2e-6, 7.32e-3, 3.21e-2),
-    ],
-)  # fmt: skip
+    [(1.05e-7, 9.12e-5, 6.91e-4), (7.06e-6, 6.68e-3, 5.22e-2), (4.1e-6, 1.84e-2, 0.204)],
+)
 @pytest.mark.parametrize("column", range(3))
 def test_measured_numerics_are_in_sync_even_without_a_baseline(gaps: tuple[float, ...], column: int) -> None:
     check = Prefill(DTYPES[column])
@@ -175,13 +170,11 @@ def test_sides_that_were_apart_before_any_update_are_not_garbled_by_one() -> Non
     check.begin(systematic(trainer, 0.383), trainer)
     first = check.judge(systematic(trainer, 0.383), trainer, changed=False)
     assert first.status == "apart" and not first.ok
-    assert "The sides were 0.383 apart before any update" in first.message
-    assert not any(word in first.message for word in ("garbled", "names and layouts", "arrived", "did not reach"))
     for step in range(1, 6):  # the weights move, and so does what the engine makes of them
         trainer = noisy(trainer, 0.05, step)
         check.history = from_json(History, json.loads(json.dumps(to_json(check.history))), "weight_sync")
         later = check.judge(systematic(trainer, 0.383) + 0.1 * step * (trainer + 10), trainer, SAME)
-        assert later.status == "apart" and "1 tensors are equal bit by bit" in later.message, later.message
+        assert later.status == "apart", later.message
 
 
 def test_an_update_that_garbles_sides_which_were_apart_before_is_named() -> None:
@@ -239,13 +232,10 @@ def test_log_probabilities_that_are_not_finite_are_garbled_and_not_remembered() 
         ((SAME,), "in_sync", "1 tensors are equal bit by bit"),
         ((SAME, OLD), "stale", "1 of 2 tensors differ from the trainer's, such as norm.weight by 0.001. 1 are"),
         ((SAME, OTHER), "garbled", "such as lm_head.weight by 0.7."),
-        ((OLD, OTHER), "stale", "2 of 2"),
         ((OTHER, NAN), "garbled", "such as embed.weight by nan"),
         ((SAME, UNKNOWN), "garbled", "such as embed.weight."),
         ((SAME, HEAD), "garbled", "The output head does not compute with the weights that it holds; 1 other tensors are"),
-        ((SAME, HEAD), "garbled", "call lm_head.quant_method.process_weights_after_loading(lm_head)"),
         ((SAME, replace(HEAD, equal=True)), "in_sync", "1 tensors are equal bit by bit"),
-        ((SAME, OTHER, HEAD), "garbled", "1 of 2 tensors differ from the trainer's, such as lm_head.weight by 0.7."),
     ],
 )  # fmt: skip
 def test_exact_comparisons_decide_below_the_numeric_floor(
@@ -270,27 +260,6 @@ def test_a_first_update_that_does_nothing_is_stale() -> None:
     check.begin(probes(7), probes(0))
     verdict = check.judge(probes(7), probes(0))
     assert verdict.status == "stale" and verdict.movement == 0.0
-
-
-class Tiny(nn.Module):
-    """A causal-LM-shaped stack: embedding, two gated layers, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(64, 32)
-        self.mix = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 64, bias=False)
-        with torch.no_grad():
-            self.head.weight.mul_(10)  # a peaked policy
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.mix:
-            x = x + torch.tanh(layer(self.norm(x)))
-        logprobs = torch.log_softmax(self.head(self.norm(x)).float(), -1)
-        return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].double()
 
 
 # Decode.
@@ -419,46 +388,32 @@ def test_a_decoded_logprob_that_is_not_finite_is_named_and_no_baseline() -> None
 # Sums of bits.
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam])
-def test_fingerprint_sees_one_step_at_the_smallest_learning_rate(optimizer_class: Any) -> None:
-    model, ids = Tiny(), torch.randint(64, (2, 8))
-    optimizer = optimizer_class(model.parameters(), lr=1e-6)
-    marks = [fingerprint(model.named_parameters())]
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(ids).mean().backward()
-        optimizer.step()
-        marks.append(fingerprint(model.named_parameters()))
-    assert len(set(marks)) == 4
+def test_fingerprint_sees_one_step_at_the_smallest_learning_rate() -> None:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    before = fingerprint(model.named_parameters())
+    model(torch.ones(2, 32)).mean().backward()
+    optimizer.step()
+    assert fingerprint(model.named_parameters()) != before
 
 
 def test_fingerprint_is_of_the_weights_and_nothing_else() -> None:
-    model = Tiny()
-    assert fingerprint(model.named_parameters()) == fingerprint(Tiny().named_parameters())
     weight = torch.arange(12.0).reshape(3, 4)
-    tensors = [
-        ("w", weight), ("v", weight), ("w", weight.reshape(4, 3)), ("w", weight.half()), ("w", weight.flip(0)),
-        ("w", torch.nextafter(weight, weight + 1)), ("w", weight.to(torch.float8_e4m3fn)), ("w", -weight),
-    ]  # fmt: skip
-    assert len({fingerprint([tensor]) for tensor in tensors}) == 8
+    others = [weight.reshape(4, 3), weight.half(), weight.flip(0), torch.nextafter(weight, weight + 1)]
+    tensors = [("w", weight), ("v", weight), *(("w", other) for other in others)]
+    assert len({fingerprint([tensor]) for tensor in tensors}) == len(tensors)
     # Not contiguous, but the same values in the same places.
     assert fingerprint([("w", weight.T.contiguous().T)]) == fingerprint([("w", weight)])
-    assert fingerprint([("w", torch.zeros(0))]) != fingerprint([])
 
 
 def test_fingerprint_samples_large_tensors_over_all_columns() -> None:
     # 2^20 elements, 1024 columns: the stride is 17, so every column is visited and a change in any shows.
     large = torch.zeros(1024, 1024)
     mark = fingerprint([("w", large)])
-    for column in (0, 1, 512, 1023):
+    for column in (0, 1023):
         changed = large.clone()
         changed[:, column] = 1e-6
         assert fingerprint([("w", changed)]) != mark
-    # The documented blind spot is a single element: the 17th is sampled, the first is not.
-    for element, visible in ((17, True), (1, False)):
-        changed = large.clone()
-        changed.view(-1)[element] = 1e-6
-        assert (fingerprint([("w", changed)]) != mark) is visible
 
 
 SHAPES = [(), (7,), (1, 5), (50, 3), (3 * SAMPLED_ROWS + 17, 5), (2 * SAMPLED_ROWS, 2, 3)]
@@ -503,20 +458,18 @@ def test_one_bit_and_rows_that_change_places_show() -> None:
     assert summed(values, [])[NAME][1] == summed(swapped, [])[NAME][1] and summed(values, []) != summed(swapped, [])
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("others", [1, 2, 6])
+@pytest.mark.parametrize(("copies", "others"), [(1, 1), (3, 2)])
 def test_tensors_that_are_held_several_times_are_compared(copies: int, others: int) -> None:
     values, old = tensor((50, 3)), tensor((50, 3), 1)
     shapes = {NAME: (50, 3)}
     sent, before = (added([summed(v, [17, 90])] * copies) for v in (values, old))
     (good,) = compare_sums(added([summed(values, [])] * others), sent, before, shapes)
-    assert good.equal and good.max_abs_diff == 0.0 and good.matches_previous is False
+    assert good.equal and good.matches_previous is False
     (stale,) = compare_sums(added([summed(old, [30])] * others), sent, before, shapes)
-    assert not stale.equal and stale.max_abs_diff is None and stale.matches_previous is True
+    assert not stale.equal and stale.matches_previous is True
     # One of several engines that kept its weights spoils the sum.
-    if others > 1:
-        (mixed,) = compare_sums(added([summed(values, [])] * (others - 1) + [summed(old, [])]), sent, {}, shapes)
-        assert not mixed.equal and mixed.matches_previous is None
+    (mixed,) = compare_sums(added([summed(values, []), summed(old, [])]), sent, {}, shapes)
+    assert not mixed.equal and mixed.matches_previous is None
 
 
 def test_what_one_side_does_not_hold_whole_is_not_compared() -> None:
