@@ -104,19 +104,15 @@ def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned
         logprobs.append({sampled: -0.3})
         completions.append([sampled])
         outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=completions[-1], logprobs=logprobs)]))
-    masks = EngineMasks(asked=3, vocabulary=9)
-    mine = completions[1:]
+    masks, mine = EngineMasks(asked=3, vocabulary=9), completions[1:]
     result = ([[5]] * 2, mine, [[[-0.3]]] * 2, [[[2]], [[4]]])
-    bad = BadRows(2)
-    supports, handed = masks.of(result, outputs, bad)
-    assert not bad.faults
+    supports, handed = masks.of(result, outputs, BadRows(2))
     assert [one.ids.tolist() for one in supports if one is not None] == [[1, 2], [1, 4]] and handed is result
-    (empty,) = masks.of(([[5]], [[]], [[]], [[]]), outputs, BadRows(1))[0]
-    assert empty is not None and len(empty) == 0
-    for others, seen in ((outputs, [[2], [4]]), ([], mine)):
-        with pytest.raises(RecordError, match=r"rollout 0: its tokens are not those of an output of LLM\.generate"):
-            masks.of((result[0], seen, *result[2:]), others, BadRows(2))
-    # Without the patch, of TRL's lists.
+    with pytest.raises(RecordError, match=r"rollout 0: its tokens are not those of an output of LLM\.generate"):
+        masks.of((result[0], [[2], [4]], *result[2:]), outputs, BadRows(2))
+
+
+def test_without_the_patch_masks_are_those_of_trls_lists() -> None:
     lists = ([[5]], [[4]], [[[-0.3, -1.0, -math.inf]]], [[[4, 1, 0]]])
-    supports, handed = masks.of(lists, None, BadRows(1))
+    supports, handed = EngineMasks(asked=3, vocabulary=9).of(lists, None, BadRows(1))
     assert supports[0] is not None and supports[0].ids.tolist() == [1, 4] and handed[2:] == ([[[-0.3]]], [[[4]]])
