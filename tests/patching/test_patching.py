@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,25 +57,6 @@ def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
     assert getattr(upstream.core.greet, MARKER) == "upst/greet"
     revert(patch)
     upstream.assert_same(before)
-
-
-def test_blocks_of_several_threads_end_in_any_order(upstream: Any) -> None:
-    patch = upstream.patch("upst.core:greet")
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with applied(patch):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with applied(patch):
-        thread.start()
-        assert entered.wait(10)
-    assert upstream.core.greet() == "!stock you"
-    leave.set()
-    thread.join()
-    assert upstream.core.greet() == "stock you"
 
 
 def test_the_probe_is_asked_once_and_again_where_the_symbol_has_become_another(upstream: Any) -> None:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import EventRecord, read_run, segment_files
-from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
@@ -240,12 +239,6 @@ def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
     assert log.flush("train", 2) == {} == log.flush("eval/default", 2)
 
 
-def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder(MonitorConfig(run_dir="~/x"), Path("out")) == tmp_path / "x"
-    assert run_folder(MonitorConfig(), Path("out")) == Path("out/mismatch")
-
-
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
     run = Run(tmp_path, x=STOP)
     run.log.begin(None)
@@ -303,15 +296,6 @@ def test_a_terminal_that_is_gone_ends_no_run(tmp_path: Path, monkeypatch: pytest
     run.log.announce()
     run.log.end("completed")
     assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
-
-
-def test_a_correction_that_leaves_nothing_is_logged_without_a_gap(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-    mask = torch.ones(2, 8, dtype=torch.bool)
-    run.log.mask("train", torch.zeros(2, 8), mask)
-    metrics = run.log.log(1, {}).metrics
-    assert metrics["mismatch/masked_token_frac"] == 1.0 and "mismatch/k3_kl" not in metrics
 
 
 class Other:

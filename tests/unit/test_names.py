@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from docs.generate import MEANINGS
-from mismatch_ext.alarms import DEFAULTS, unwatched
+from mismatch_ext.alarms import unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
@@ -130,12 +130,6 @@ def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken()
     monitor, steps = Watching(MonitorConfig(), VERL), steps_of(RECORDED / "stock_rate.jsonl")
     assert [alarm for step, metrics in enumerate(steps, 1) for alarm in monitor.observe(step, metrics)] == []
     assert [alarm.metric for alarm in monitor.observe(4, steps[-1] | {"actor/loss": math.nan})] == ["actor/loss"]
-
-
-def test_a_built_in_alarm_is_refined_by_the_host_s_name_too() -> None:
-    rule = Watching(section(**{"actor/grad_norm": {"above": 10.0}}), VERL).rules["grad_norm"]
-    assert (rule.above, rule.patience, rule.source) == (10.0, 3, DEFAULTS["grad_norm"].source)
-    assert "grad_norm" not in Watching(section(**{"actor/grad_norm": {"above": 10.0}}), TRL).rules
 
 
 def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:

@@ -23,7 +23,6 @@ from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log_reading import RunData, read_run
-from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.findings import side_dtype
@@ -169,15 +168,16 @@ def test_rewards(tmp_path: Path) -> None:
     assert (row.reward_first, row.reward_last) == (2.0, 9.0)
 
 
-def test_means_are_weighted_and_leave_out_steps_that_do_not_say_how_much_they_measured(tmp_path: Path) -> None:
-    for name, counts in (("all", (10.0, 30.0)), ("some", (10.0, None)), ("none", (None, None))):
-        with run_stream(tmp_path / name, header=header(name)) as stream:
-            for step, count in enumerate(counts):
-                tokens = {} if count is None else {"mismatch/tokens": count}
-                stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
-    summary = summarize(load_runs(tmp_path))
-    means = {row.run: row.values["logp_abs_diff_mean"] for row in summary.rows}
-    assert means == {"all": 0.75, "some": 0.0, "none": 0.5}  # (0*10 + 1*30) / 40, 0*10 / 10, (0 + 1) / 2
+@pytest.mark.parametrize(("counts", "mean"), [((10.0, 30.0), 0.75), ((10.0, None), 0.0), ((None, None), 0.5)])
+def test_means_are_weighted_and_leave_out_steps_that_do_not_say_how_much_they_measured(
+    counts: tuple[float | None, ...], mean: float, tmp_path: Path
+) -> None:
+    with run_stream(tmp_path, header=header("a")) as stream:
+        for step, count in enumerate(counts):
+            tokens = {} if count is None else {"mismatch/tokens": count}
+            stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
+    (row,) = summarize(load_runs(tmp_path)).rows
+    assert row.values["logp_abs_diff_mean"] == mean
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,17 @@ def test_the_verdict_compares_no_runs_of_different_models(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("logged", "words"),
+    ("logged", "engine", "words"),
     [
-        ({"k3_kl": math.nan}, "1 steps hold NaN or infinite mismatch metrics"),
-        ({"support_truncated": 1.0}, "switch top_p, top_k and min_p off"),
-        ({"phantom_clip_frac": 0.12}, "stops 12% of the tokens"),
+        ({"k3_kl": math.nan}, "float16", "1 steps hold NaN or infinite mismatch metrics"),
+        ({"support_truncated": 1.0}, "float16", "switch top_p, top_k and min_p off"),
+        ({"phantom_clip_frac": 0.12}, "bfloat16", "stops 12% of the tokens"),
     ],
 )
-def test_a_metric_that_names_a_cause_comes_first(logged: dict[str, float], words: str, tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=header("fp16", engine={"model_dtype": "torch.bfloat16"})) as stream:
+def test_a_metric_that_names_a_cause_comes_first(
+    logged: dict[str, float], engine: str, words: str, tmp_path: Path
+) -> None:
+    with run_stream(tmp_path, header=header("fp16", engine={"model_dtype": engine})) as stream:
         metrics = {"logp_abs_diff_mean": 1e-3} | logged
         stream.step(1, {f"mismatch/{name}": value for name, value in metrics.items()})
     assert words in say(tmp_path)
@@ -283,16 +285,6 @@ def test_dtypes_are_not_the_cause_of_a_k3_that_was_far_smaller_at_first(
     said = say(tmp_path)
     assert f"From step {first} on the rollout policy" in said
     assert ("so give both one dtype" in said) == named
-
-
-def test_a_gradient_norm_above_a_bound_of_the_config_is_no_warm_up(tmp_path: Path) -> None:
-    alarm = {"metric": "grad_norm", "first_step": 1, "threshold": 5.0, "side": "above", "status": "raised"}
-    with run_stream(tmp_path, header=header("fp16")) as stream:
-        for step, norm in enumerate([9.0] * 3 + [1.0] * 3, 1):
-            stream.step(step, {"mismatch/logp_abs_diff_mean": 1e-3, "grad_norm": norm})
-        stream.event(3, "warning", "alarm", "grad_norm", alarm)
-        stream.event(6, "warning", "alarm", "grad_norm", alarm | {"status": "cleared"})
-    assert "From step 1 to 6 grad_norm above 5" in say(tmp_path)
 
 
 @pytest.mark.parametrize(("mean", "level"), [(0.005, "warned"), (0.05, "elevated")])
@@ -365,18 +357,13 @@ def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["</script><img src=x onerror=alert(1)>", '" onload="x'])
-def test_hostile_names_stay_text(tmp_path: Path, page: Page, name: str) -> None:
-    run = flat_run(tmp_path / "run", 0.01, name=name, engine={name: name}, versions={name: name})
-    with run_stream(run, header=header(name, engine={name: name}), resume_step=2) as stream:
-        stream.event(2, "error", name, name, {name: name})
-        stream.scatter(2, rollout=[-0.5], old=[-0.4])
-        stream.step(2, {"mismatch/logp_abs_diff_mean": 0.01}, f"eval/{name}")
-        stream.end(2, "failed", name)
-    hostile = rendered(run)
-    assert hostile.tags["img"] == 0 and hostile.tags["b"] == 0
-    assert hostile.tags["script"] == len(hostile.plots) + 2
+def test_hostile_names_stay_text(tmp_path: Path, name: str) -> None:
+    with run_stream(tmp_path, header=header(name, patches=[{"name": name, "target": name}])) as stream:
+        stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01, name: 1.0})
+        stream.event(1, "error", name, name)
+    hostile = rendered(tmp_path)
+    assert hostile.tags["img"] == 0 and hostile.tags["script"] == len(hostile.plots) + 2
     assert " ".join(name.split()) in hostile.text
-    assert (name, "train", "logp_abs_diff_mean") in hostile.cells
     # Plotly reads names as markup, so they are escaped once more inside the data.
     assert hostile.plots["plot-gap-mean"]["data"][0]["name"] == html.escape(name)
 
@@ -396,11 +383,9 @@ def test_a_run_that_is_named_by_its_path_is_shown_by_its_folder(tmp_path: Path) 
 
 def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
     with run_stream(tmp_path, header=header("a")) as stream:
-        for step, value in enumerate((1e-3, 0.0, 1e-20, 1e-4)):
+        for step, value in enumerate((1e-3, 0.0, 1e-4)):
             stream.step(step, {"mismatch/logp_abs_diff_mean": value})
-    plot = rendered(tmp_path).plots["plot-gap-mean"]
-    assert plot["data"][0]["y"] == [1e-3, None, 1e-20, 1e-4]
-    assert plot["layout"]["yaxis"]["type"] == "log"
+    assert rendered(tmp_path).plots["plot-gap-mean"]["data"][0]["y"] == [1e-3, None, 1e-4]
 
 
 def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,39 +395,40 @@ def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.
         build(run)
 
 
-def stale_run(folder: Path, name: str, *, numerics: float | None, total: float = 0.06) -> Path:
-    """Write a bfloat16 run of stale rollouts."""
-    stream = SegmentFile.create(folder / name, header=header(name))
-    for step in range(1, 5):
-        logged = {
-            "tokens": 100.0,
-            "logp_abs_diff_mean": total,
-            "k3_kl": total**2,
-            "staleness_max": 2.0,
-            "staleness_mean": 1.5,
-        }
-        if numerics is not None and step > 1:
-            logged |= {"numerics/tokens": 40.0, "numerics/k3_kl": numerics**2}
-            logged |= {"numerics/logp_abs_diff_mean": numerics}
-            logged |= {"stale/tokens": 60.0, "stale/logp_abs_diff_mean": total}
-        stream.step(step, {f"mismatch/{key}": value for key, value in logged.items()})
-    stream.end(4, "completed")
-    stream.close()
+def stale_run(folder: Path, *, numerics: float | None) -> Path:
+    """Write a bfloat16 run of stale rollouts, of whose drift numerics are a part, or unknown."""
+    logged = {
+        "tokens": 100.0,
+        "logp_abs_diff_mean": 0.06,
+        "k3_kl": 0.06**2,
+        "staleness_max": 2.0,
+        "staleness_mean": 1.5,
+    }
+    if numerics is not None:
+        logged |= {"numerics/tokens": 40.0, "numerics/k3_kl": numerics**2, "numerics/logp_abs_diff_mean": numerics}
+        logged |= {"stale/tokens": 60.0, "stale/logp_abs_diff_mean": 0.06}
+    with run_stream(folder, header=header("bf16")) as stream:
+        for step in range(1, 4):
+            stream.step(step, {f"mismatch/{key}": value for key, value in logged.items()})
     return folder
 
 
-def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
-    drifts = say(stale_run(tmp_path / "a", "bf16", numerics=0.002))
-    assert "0.002 of numerics, 0.06 with the drift of stale rollouts) has a small gap" in drifts
-    assert "let rollouts be less stale" in drifts and "float16" not in drifts
-    faulty = say(stale_run(tmp_path / "b", "bf16", numerics=0.05))
-    assert faulty.endswith("set mismatch.precision.dtype to float16.")
-    unknown = say(stale_run(tmp_path / "c", "bf16", numerics=None))
-    assert "less stale" in unknown and "float16" not in unknown
+@pytest.mark.parametrize(
+    ("numerics", "words"),
+    [
+        (0.002, "0.002 of numerics, 0.06 with the drift of stale rollouts) has a small gap"),
+        (0.05, "set mismatch.precision.dtype to float16."),
+        (None, "has stale rollouts and no token of one version"),
+    ],
+)
+def test_no_precision_is_advised_for_what_is_drift(numerics: float | None, words: str, tmp_path: Path) -> None:
+    said = say(stale_run(tmp_path, numerics=numerics))
+    assert words in said
+    assert ("float16" in said) == (numerics == 0.05)
 
 
 def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path) -> None:
-    figures = figures_of(load_runs(stale_run(tmp_path, "bf16", numerics=0.002)), "drift")
+    figures = figures_of(load_runs(stale_run(tmp_path, numerics=0.002)), "drift")
     assert [figure.id for figure in figures] == ["numerics", "stale", "staleness"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch_ext.doctor import log_formats, read_rollouts, write_rollouts
+from mismatch_ext.doctor import read_rollouts, write_rollouts
 from mismatch_ext.doctor.logged import Logged, of_nearest
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
@@ -132,42 +132,6 @@ def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:
     assert len(found.responses) == 2 and found.left_out == 1
     with pytest.raises(RecordError, match=r"no response of weight version 5; it has 3 \(1 responses\), 4 \(2"):
         read_rollouts(path, "5")
-
-
-def test_a_new_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {
-        "ids": [5, 12, 3, 4],
-        "answer_tokens": 2,
-        "sampled": [1, 0],
-        "nll_free": [-0.5, 0.0],
-        "policy": 7,
-        "update": 8,
-    }
-    path = tmp_path / "new.jsonl"
-    path.write_text(f"{json.dumps(row)}\n" * 2)
-    with pytest.raises(RecordError, match="line 1 holds answer_tokens, ids"):
-        read_rollouts(path)
-    new = log_formats.Format(
-        name="a new trainer",
-        files="a new trainer's dump",
-        recognized_by=("ids", "nll_free"),
-        tokens="ids",
-        response_length="answer_tokens",
-        mask="sampled",
-        logprobs="nll_free",
-        versions="policy",
-        step="update",
-        hint="Set log_ids.",
-    )
-    monkeypatch.setattr(log_formats, "FORMATS", (*log_formats.FORMATS, new))
-    logged = read_rollouts(path)
-    first, _ = logged.responses
-    assert logged.host == "a new trainer"
-    assert (first.prompt_ids, first.response_ids, first.mask) == ((5, 12), (3, 4), (True, False))
-    assert (first.logprobs, first.versions, first.step) == ((-0.5, 0.0), ("7",), "8")
-    path.write_text(json.dumps(row | {"nll_free": None}))
-    with pytest.raises(RecordError, match=r"line 1 has no nll_free\. Set log_ids\."):
-        read_rollouts(path)
 
 
 PLAIN = {"prompt_ids": [5, 12], "response_ids": [3], "rollout_logprobs": [-0.1]}
@@ -303,12 +267,6 @@ def test_steps_and_versions_tell_whether_the_trainer_scored_with_later_weights(
     keys: list[dict[str, int]], late: bool, tmp_path: Path
 ) -> None:
     assert read_rollouts(plain(tmp_path, *keys)).scored_late is late
-
-
-@pytest.mark.parametrize("value", [0.8, 0, None])
-def test_a_temperature_is_read(value: Any, tmp_path: Path) -> None:
-    log = plain(tmp_path, {"provenance": {"sampling": {"temperature": value}}})
-    assert read_rollouts(log).settings.get("temperature") == value
 
 
 @pytest.mark.parametrize("value", ["0.8", True, -1, float("nan")])

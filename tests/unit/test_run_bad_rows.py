@@ -186,15 +186,6 @@ def test_a_bad_row_under_replay_leaves_the_others_their_routes(reason: str, moe:
     assert all(map(torch.equal, *found))
 
 
-def test_a_batch_without_any_good_route_is_not_an_engine_without_routes(moe: Path, tmp_path: Path) -> None:
-    run = Run(ACTS | {"routing": {"mode": "R3"}}, *moe_sides(moe), tmp_path).start()
-    (found, _) = gradient(run, spoil(set(range(16)), "routes"), {})
-    run.step()
-    assert not any(bool(part.any()) for part in found)
-    assert run.log().metrics["mismatch/bad_rows/routes"] == 16
-    run.end()
-
-
 def test_rollouts_of_two_versions_name_the_row(tmp_path: Path) -> None:
     run = Run(ACTS, *sides(), tmp_path).start()
     run.batch(spoil({BAD}, "weight_version")(run.rollout.generate(PROMPTS)))

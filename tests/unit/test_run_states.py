@@ -80,15 +80,6 @@ def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
         assert "loss" not in run.log().metrics and not run._loss_parts  # nothing of the steps that are undone
 
 
-def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"lr": {"period": 2}}, trainer, rollout, tmp_path).start() as run:
-        learn(run, 2)
-        before = run.state_dict()["lr"]
-    run.save(tmp_path)
-    assert run.state_dict()["lr"] == before and before["control"]["step"] == 2
-
-
 def test_a_rate_that_is_controlled_from_a_resume_on_joins_at_its_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,11 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from mismatch_ext.adapters.sglang import (
     HttpTransport,
@@ -23,16 +21,12 @@ from mismatch_ext.adapters.sglang import (
 )
 from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.probes import decode_tokens
-from mismatch_ext.adapters.transformers import checkpoint_parameters
-from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, RecordError
 from mismatch_ext.rollout import SamplingSettings
-from tests.models import tiny_model
 
 OK = {"success": True, "message": "Success"}
 INFO = {"version": "0.5.23", "tp_size": 1}
@@ -118,22 +112,12 @@ def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer{i}.weight", torch.ones(size)) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("version", ["0.5.11", "what", None, 5])
+@pytest.mark.parametrize("version", ["0.5.11", "what", None])
 def test_a_version_outside_the_range_is_refused_before_anything_is_sent(server: Server, version: Any) -> None:
     server.answers["/server_info"] = (200, {"version": version})
-    transport = HttpTransport(server.url)
-    for call in (
-        lambda: transport.generate({"input_ids": [1]}),
-        lambda: update_weights(transport, tensors(2), dtype="float32"),
-    ):
-        with pytest.raises(PeerVersionError, match=r"is outside the supported range >=0\.5\.12"):
-            call()
+    with pytest.raises(PeerVersionError, match=r"is outside the supported range >=0\.5\.12"):
+        update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
     assert server.paths() == []
-
-
-def test_an_older_route_of_the_report(server: Server) -> None:
-    server.answers |= {"/server_info": (404, {}), "/get_server_info": (200, {"version": "0.5.18"})}
-    assert HttpTransport(f"{server.url}/").version == "0.5.18"
 
 
 @pytest.mark.parametrize(
@@ -178,18 +162,6 @@ def test_addresses_that_are_refused(url: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_the_environment_does_not_redirect_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    assert HttpTransport(server.url).version == "0.5.23"
-    own = requests.Session()
-    assert HttpTransport(server.url, own).http.session is own and own.trust_env
-    with pytest.raises(EngineError, match="cannot be reached .*ProxyError"):
-        HttpTransport(server.url, own).server_info()
-
-
 def test_an_update_is_one_session_and_the_stamp_comes_with_its_last_bucket(server: Server) -> None:
     server.answers["/server_info"] = (200, {**INFO, "tp_size": 2})
     weights = tensors(6, 4, 5, 8)
@@ -224,23 +196,22 @@ def test_who_drains_the_server_need_not_have_it_paused(server: Server) -> None:
     assert server.paths() == [BEGIN, UPDATE, END, FLUSH]
 
 
+@pytest.mark.parametrize("answer", [{"success": False, "message": "busy"}, {"message": "busy"}])
 @pytest.mark.parametrize(
-    ("path", "what", "asked"),
+    ("path", "asked"),
     [
         # Nothing was sent, so the cache is good.
-        (BEGIN, "the begin of a weight update", [PAUSE, BEGIN, RESUME]),
+        (BEGIN, [PAUSE, BEGIN, RESUME]),
         # The session is closed, or the next update would be refused.
-        (UPDATE, "the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
-        (END, "the end of the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
+        (UPDATE, [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
+        (END, [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
     ],
 )
-def test_an_update_that_is_refused(server: Server, path: str, what: str, asked: list[str]) -> None:
-    for answer in ({"success": False, "message": "busy"}, {"message": "busy"}, {"success": "False", "message": "busy"}):
-        server.asked.clear()
-        server.answers[path] = (400, answer)
-        with pytest.raises(EngineError, match=f"refused {what}: 'busy'"):
-            update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
-        assert server.paths() == asked
+def test_an_update_that_is_refused(server: Server, path: str, asked: list[str], answer: dict[str, Any]) -> None:
+    server.answers[path] = (400, answer)
+    with pytest.raises(EngineError, match="refused the .*'busy'"):
+        update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
+    assert server.paths() == asked
 
 
 def test_nothing_is_generated_from_half_an_update(server: Server) -> None:
@@ -256,15 +227,6 @@ def test_nothing_is_generated_from_half_an_update(server: Server) -> None:
     server.answers[UPDATE] = (200, OK)
     update_weights(transport, tensors(2, 2, 2), dtype="float32", weight_version=6)
     assert transport.generate({"input_ids": [1]}) == [{}]
-
-
-def test_the_first_failure_is_the_one_that_is_raised(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.1)
-    server.answers |= {END: (500, b"gone"), FLUSH: (400, b"no"), RESUME: (500, b"down")}
-    bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([torch.nan]))]
-    with pytest.raises(PrecisionError, match=r"model\.norm\.weight: 1 of 1 weights are NaN") as raised:
-        update_weights(HttpTransport(server.url), bad, dtype="float32", bucket_bytes=1)
-    assert len(raised.value.__notes__) == 3 and "status 500: gone" in raised.value.__notes__[0]
 
 
 def test_a_cache_that_is_not_flushed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,9 +276,7 @@ def test_a_sharded_tensor_is_refused(server: Server) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(
-            RecordError, match="layer0 is sharded over ranks .* on every one of them, and send from one"
-        ):
+        with pytest.raises(RecordError, match="layer0 is sharded over ranks"):
             update_weights(HttpTransport(server.url), [("layer0", sharded)], dtype="float32")
     finally:
         distributed.destroy_process_group()
@@ -339,19 +299,6 @@ def test_experts_in_one_tensor_are_refused_unless_asked_for(server: Server) -> N
     with pytest.raises(RecordError, match="holds all experts of a layer"):
         update_weights(HttpTransport(server.url), fused, dtype="float32")
     update_weights(HttpTransport(server.url), fused, dtype="float32", fused_experts=True)
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_parameters_under_the_names_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
-    path = tiny_model(kind, tmp_path / kind)
-    saved = load_file(path / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = dict(checkpoint_parameters(loaded))
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
-    # A model that was not loaded from a checkpoint has the names that it would be saved under.
-    built = dict(checkpoint_parameters(AutoModelForCausalLM.from_config(loaded.config)))
-    assert built.keys() == saved.keys()
 
 
 def scores(*values: Any) -> dict[str, Any]:
