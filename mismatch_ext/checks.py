@@ -5,7 +5,7 @@ Every check that could end a run is called inside a block of one `Checks`:
     with checks.checking("weight_sync"):
         checker.raise_for(verdict)
 
-If the config acts, the block has no effect. Otherwise an error is caught, be it of this package, of an engine, or a bug of ours. It
+If the config acts, the block has no effect. Otherwise an error is caught, be it of this package, of an engine, or a bug. It
 is warned of once, counted, and written to the run's metrics file. The host's code never runs in such a block, so that its errors
 stay errors.
 """
