@@ -143,18 +143,6 @@ def test_the_head_gives_what_its_logits_give(softcap: float | None, biased: bool
     assert torch.autograd.gradcheck(ours, inputs)
 
 
-def test_the_head_computes_in_autocasts_dtype() -> None:
-    hidden, weight = normal(64, 32, seed=1).float(), normal(100, 32, seed=2, scale=0.1).float()
-    exact = hidden.double() @ weight.double().T
-    support = of_mask(left(exact, SamplingSettings(top_k=20)))
-    tokens = drawn(exact, dense(support))
-    plain = head_logprobs(hidden, weight, None, tokens, support)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = head_logprobs(hidden, weight, None, tokens, support)
-    truth = naive(exact, tokens, dense(support))
-    assert float((plain - truth).abs().max()) < 1e-5 < 1e-4 < float((half - truth).abs().max()) < 0.2
-
-
 def test_float32_is_close_to_the_truth_far_from_zero() -> None:
     logits = normal(200, 500, scale=3.0) + 50
     support = of_mask(left(logits, SamplingSettings(top_p=0.95)))

@@ -152,24 +152,6 @@ def test_a_quantization_that_the_checkpoint_brings_is_seen_in_this_process() -> 
     assert (problem.field, problem.found) == ("quantization", "fp8")
 
 
-@pytest.mark.parametrize(
-    ("override", "fields"),
-    [
-        ('{"quantization_config": {"quant_method": "fp8"}}', []),
-        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": []}}, []),
-        ('{"quantization_config": {"quant_method": "fp8"}, "rope_theta": 1}', ["json_model_override_args"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["json_model_override_args"]),
-        ("quantization_config", ["json_model_override_args"]),
-    ],
-)
-def test_an_override_of_the_format_alone_passes_where_weights_are_quantized_on_purpose(
-    override: object, fields: list[str]
-) -> None:
-    asked = MismatchConfig.parse({"precision": {"dtype": "float16", "engine_weights": "fp8"}})
-    change = {"quantization": "fp8", "json_model_override_args": override}
-    assert [problem.field for problem in verdict(change, config=asked).problems] == fields
-
-
 def test_a_provenance_has_what_was_read_and_the_temperature() -> None:
     made = to_provenance(read_server(GOOD), sampling=SamplingSettings(temperature=0.7), weight_version=4)
     assert (made.engine, made.engine_version, made.dtype, made.weight_version) == ("sglang", "0.5.23", "float16", 4)

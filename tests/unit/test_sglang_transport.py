@@ -321,18 +321,14 @@ def test_tokens_that_are_decoded_after_a_prompt(server: Server) -> None:
     assert found.logprobs[0].tolist() == [-0.25, -1.5] and bool(found.logprobs[1].isnan().all())
     sent = server.asked[-1][1]["sampling_params"]
     assert (sent["temperature"], sent["top_k"], sent["ignore_eos"], sent["max_new_tokens"]) == (1.0, 1, True, 2)
-    server.answers["/generate"] = (200, [decoded([5], -0.25)])
-    with pytest.raises(RecordError, match="1 tokens were decoded after a probe; allowed: the 2"):
-        decode_tokens(transport, [[3, 15]], 2)
 
 
 def test_scores_of_a_prompt(server: Server) -> None:
     # The vocabulary's last id is reported as 0, a value that is not finite as null.
     server.answers["/generate"] = (200, [scores([None, 3, None], [-1.5, 0, None], [None, 4, None])])
     found = score_tokens(HttpTransport(server.url), [[3, 15, 4]])
-    assert found.dtype == torch.float64 and found[0, 0] == -1.5 and found[0, 1].isnan()
-    sent = server.asked[-1][1]
-    assert sent["logprob_start_len"] == 0 and sent["sampling_params"]["max_new_tokens"] == 0
+    assert found[0, 0] == -1.5 and found[0, 1].isnan()
+    assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 0
 
 
 FIRST = [None, 3, None]
