@@ -130,10 +130,4 @@ def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
     assert set(Watching(config, TRL).rules) == {"length", "response_length/mean"}
 
 
-def test_a_misspelt_metric_is_named_with_the_nearest_of_the_first_log() -> None:
-    rules = Watching(section(length={"above": 1}, lenght={"above": 1}), VERL).rules
-    missing = unwatched(rules, {"response_length/mean": 3.0, "mismatch/k3_kl": 1e-3, "length": 3.0})
-    assert list(missing) == ["lenght"] and missing["lenght"].endswith("never watched. Did you mean 'length'?")
-
-
 # Advice.

@@ -47,14 +47,6 @@ def test_cached_and_fresh_prompts_have_their_own_means_over_batches(provenance: 
         assert found[f"{kind}/k3_kl"] == pytest.approx(float(k3(of).mean()))
 
 
-def test_an_engine_that_does_not_say_it_has_no_such_metrics(provenance: Any) -> None:
-    assert (
-        cache_metrics(cache_sums(old=OLD, rollout=ROLLOUT, mask=MASK, records=records(provenance, None, None, None)))
-        == {}
-    )
-    assert cache_metrics(cache_sums(old=OLD, rollout=ROLLOUT, mask=MASK, records=[None, None, None])) == {}
-
-
 class Caching(TorchRollout):
     """An engine that takes the first prompt from a cache of other weights."""
 

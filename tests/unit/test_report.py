@@ -340,11 +340,11 @@ def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["</script><img src=x onerror=alert(1)>", '" onload="x'])
 def test_hostile_names_stay_text(tmp_path: Path, name: str) -> None:
     with run_stream(tmp_path, header=header(name, patches=[{"name": name, "target": name}])) as stream:
-        stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01, name: 1.0})
+        stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01})
         stream.event(1, "error", name, name)
     hostile = rendered(tmp_path)
     assert hostile.tags["img"] == 0 and hostile.tags["script"] == len(hostile.plots) + 2
-    assert " ".join(name.split()) in hostile.text
+    assert name in hostile.text
     # Plotly reads names as markup, so they are escaped once more inside the data.
     assert hostile.plots["plot-gap-mean"]["data"][0]["name"] == html.escape(name)
 
@@ -457,8 +457,9 @@ def test_experts_are_blamed_only_where_there_are_some(model_type: str, blamed: b
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless=new --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom --allow-file-access-from-files"
 # A window is never narrower than 500 pixels, a frame in it may be. Width of its page, right edge and number of plots: the title.
-FRAME = """<body><iframe src="{url}" width="{width}" height="900" style="border: 0" onload="setTimeout(() => {{
+FRAME = """<body><iframe src="{url}" width="400" height="900" style="border: 0" onload="setTimeout(() => {{
   const page = contentDocument, plots = [...page.querySelectorAll('.main-svg')];
   const widest = Math.max(...plots.map((plot) => Math.ceil(plot.getBoundingClientRect().right)));
   document.title = [page.documentElement.scrollWidth, widest, plots.length].join(' ');
@@ -467,31 +468,12 @@ FRAME = """<body><iframe src="{url}" width="{width}" height="900" style="border:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_draws_the_page_within_a_phones_width_and_reports_no_error(tmp_path: Path) -> None:
-    width = 400
-    page = build(write_run(tmp_path / "run", "bf16")).path
     framed = tmp_path / "framed.html"
-    framed.write_text(FRAME.format(url=page.as_uri(), width=width), encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(
-                str(CHROMIUM),
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--enable-logging=stderr",
-                "--dump-dom",
-            ),
-            *("--allow-file-access-from-files", "--window-size=1400,1000", "--virtual-time-budget=20000"),
-            f"--user-data-dir={tmp_path / 'profile'}",
-            framed.as_uri(),
-        ],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
+    framed.write_text(FRAME.format(url=build(write_run(tmp_path / "run", "bf16")).path.as_uri()), encoding="utf-8")
+    own = ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path / 'profile'}", framed.as_uri()]
+    done = subprocess.run([str(CHROMIUM), *FLAGS.split(), *own], capture_output=True, encoding="utf-8", timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
     found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout)
     assert found is not None, done.stdout
     page_width, widest, plots = map(int, found.groups())
-    assert page_width <= width and widest <= width and plots > 10
-    assert 'href="#summary"' in page.read_text(encoding="utf-8")
+    assert page_width <= 400 and widest <= 400 and plots > 10

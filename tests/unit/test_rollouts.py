@@ -114,12 +114,11 @@ def test_a_line_that_cannot_be_used_is_named(case: dict[str, Any], tmp_path: Pat
         read_rollouts(path).sample()
 
 
-def test_the_version_nearest_to_the_trainer_is_examined_and_the_rest_is_staleness(tmp_path: Path) -> None:
+def test_the_version_nearest_to_the_trainer_is_examined(tmp_path: Path) -> None:
     logged = read_rollouts(written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(v)) for v in (3, 4, 4)]))
     found, notes = of_nearest(logged, logged.sample(), np.array([-0.4, -0.11, -0.13]))
     assert logged.versions == {"3": 1, "4": 2} and [response.version for response in found.responses] == ["4", "4"]
     assert notes[0].startswith("weight version 3: 1 responses, 1 tokens, mean |Δlogp| 3.0e-01 nats, k3 4.1e-02")
-    assert notes[2].startswith("staleness: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has.")
 
 
 def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:

@@ -133,15 +133,11 @@ def test_answers_that_are_no_response(server: Server, status: int, content: Any,
         HttpTransport(server.url).generate({"input_ids": [1]})
 
 
-@pytest.mark.parametrize("input_ids", [[3, 16], [[15, 0], [2, 4, 99]], [[-1]]])
+@pytest.mark.parametrize("input_ids", [[3, 16], [[15, 0], [-1]]])
 def test_a_token_that_the_model_does_not_have_is_not_sent(server: Server, input_ids: Any) -> None:
-    server.answers["/generate"] = (200, {})
-    transport = HttpTransport(server.url)
     with pytest.raises(RecordError, match=r"^input_ids\[.*is not in the vocabulary .* 0 to 15"):
-        transport.generate({"input_ids": input_ids})
+        HttpTransport(server.url).generate({"input_ids": input_ids})
     assert server.paths() == []
-    transport.generate({"input_ids": [0, 15]})
-    assert server.paths() == ["/generate"]
 
 
 def test_a_server_that_is_not_there() -> None:
