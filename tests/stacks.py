@@ -73,7 +73,7 @@ STACKS: dict[str, tuple[str, ...]] = {
     "verl-sglang": (
         f"{VERL}/test_main_ppo_sglang.py",
         f"{ENGINES}/test_sglang.py",
-        f"{ENGINES}/test_conformance.py::TestRecords",
+        f"{ENGINES}/test_conformance.py",
         "tests/peers/engines/test_sglang_half.py",
     ),
 }
