@@ -15,17 +15,17 @@ from tests.unit.test_doctor import ROUNDING, drawn, drift
 LEFT = "prompts padded on the left, without position_ids"
 
 
-def said_by(decode: np.ndarray, prefill: np.ndarray | None, batches: float = 0.0) -> Engine:
+def said_by(decode: np.ndarray, prefill: np.ndarray, batches: float = 0.0) -> Engine:
     noise = np.full(64, batches)
     rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
     return Engine(rungs=rungs, decode=decode, prefill=prefill)
 
 
-def stale_decode(*, size: float = 0.2, batches: float = 0.0, same: bool = True) -> Diagnosis:
+def stale_decode(*, size: float = 0.2, batches: float = 0.0) -> Diagnosis:
     """Diagnose an engine whose decode has other weights than its prefill."""
     sample, scores = drawn(extra=lambda z: drift(z, size))
     prefill = scores.own
-    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill if same else None, batches))
+    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill, batches))
 
 
 def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> None:
