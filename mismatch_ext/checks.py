@@ -82,9 +82,10 @@ class Checks:
         """Run a check; if the config does not act, its error is noted, and the run goes on after the block."""
         try:
             yield
-        except MismatchError as error:
+        except Exception as error:
             if self.acts:
                 raise
+            # A config that only measures ends nothing, not even if this package or a peer of another version is at fault.
             self.note(check, f"{type(error).__name__}: {error}")
 
     @contextmanager

@@ -113,6 +113,7 @@ class TrainerRun:
             ranks=self.ranks,
             checks=self.checks,
         )
+        self._keep_prompts_private()
         self.alarms = AlarmCallback(lambda: self.log)
         self.lr: LrCallback | None = None
         self.grid: GridWatch | None = None
@@ -125,6 +126,20 @@ class TrainerRun:
         self._sync_audited = self._bias_told = False
         self._unwritten: list[tuple[str, str, str]] = []  # events
         self._checkpoint: str | None = None  # that the training goes on from
+
+    def _keep_prompts_private(self) -> None:
+        """Keep no evidence in a folder that transformers uploads to the Hub: it holds whole prompts and answers."""
+        arguments = self.trainer.args
+        output = Path(arguments.output_dir).resolve()
+        if self.log.evidence is None or not arguments.push_to_hub:
+            return
+        if self.log.run_dir.resolve().is_relative_to(output):
+            self.log.evidence = None
+            self.warn(
+                "evidence",
+                f"push_to_hub uploads {output}. Evidence there would hold whole prompts and answers, so none is kept. To keep "
+                "it, set mismatch.monitor.run_dir to a folder elsewhere.",
+            )
 
     @property
     def scored_sampling(self) -> SamplingSettings:
