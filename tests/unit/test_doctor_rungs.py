@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
@@ -96,3 +97,10 @@ def test_the_largest_gap_is_taken_apart() -> None:
     assert sum(found.largest.parts.values()) == pytest.approx(found.largest.gap, rel=1e-9)
     assert found.largest.gap == pytest.approx(2.0, abs=0.1) and "largest gap, +2.0" in report(found)
     assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_block_that_stands_out_is_named_by_layer_and_kind() -> None:
+    blocks = [Block(layer=at, kind="mlp", error=1.1e-3, own=1e-3) for at in range(3)]
+    assert "no block stands out" in summary(blocks)
+    wrong = Block(layer=3, kind="mlp", error=8e-3, own=1e-3)
+    assert summary([*blocks, wrong]) == "largest at layer 3, mlp: 8.0 of rounding's; 1 of 4 blocks"
