@@ -60,7 +60,6 @@ STACKS: dict[str, tuple[str, ...]] = {
     "verl-pins": (
         f"{VERL}/test_main_ppo.py::test_every_section_is_active_in_one_run",
         f"{VERL}/test_main_ppo.py::test_answers_without_any_routing_end_the_run_and_what_was_saved_stays",
-        f"{VERL}/test_one_kernel_experts.py",
         f"{VERL}/test_engine.py",
         f"{VERL}/test_loss.py",
         f"{VERL}/test_settings.py",
