@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.peers.verl.in_process.routes import refused
 
 
-def resumed(replayed: bool) -> dict[str, Any]:
+def resumed() -> dict[str, Any]:
     """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
     answers = iter(
         [
@@ -44,7 +44,7 @@ def resumed(replayed: bool) -> dict[str, Any]:
 
     client = object.__new__(FullyAsyncLLMServerClient)
     client.config = OmegaConf.create({})
-    asked, Asked = versioned(client, replayed=replayed), LLMServerClient.generate
+    asked, Asked = versioned(client, replayed=True), LLMServerClient.generate
     LLMServerClient.generate = answer  # type: ignore[method-assign]
     try:
 
