@@ -70,7 +70,8 @@ STACKS: dict[str, tuple[str, ...]] = {
     # uv pip install --override overrides.txt "mismatch-ext[verl,report]" "verl[sglang]==0.9.1"
     # SGLang's CUDA kernels are left out, as is what text models do not use: torch computes, and a stub stands for `sgl_kernel`.
     "verl-sglang": (
-        f"{VERL}/test_main_ppo_sglang.py",
+        f"{VERL}/test_main_ppo_sglang.py::test_every_section_is_active_in_one_run",
+        f"{VERL}/test_main_ppo_sglang.py::test_an_answer_that_verl_would_drop_ends_the_run",
         f"{ENGINES}/test_sglang.py",
         f"{ENGINES}/test_conformance.py::TestRecords",
         "tests/peers/engines/test_sglang_half.py",

@@ -70,14 +70,6 @@ def test_a_config_that_only_measures_says_what_is_left_out_or_that_nothing_is_me
     assert found["settings"] == []
 
 
-def test_what_verl_cannot_check_with_a_cpu_build_of_vllm_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """With LoRA, verl asks for the version of a distribution `vllm`."""
-    lora = (*DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8")
-    status, found = checked(capsys, *lora)
-    assert (status, found["refused"]) == (0, [])
-    assert "verl: LoRA's rank, with the version of the distribution `vllm`" in found["later"]
-
-
 def test_what_is_never_or_only_later_verified_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent"
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.rollout.data_parallel_size=2", loop)

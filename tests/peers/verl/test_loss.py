@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,54 +24,7 @@ else:
 
 pytestmark = pytest.mark.engine
 
-ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-BYPASS = [f"{CORRECTION}.bypass_mode=True"]
-# Overrides of verl's configuration, section, its keys, and what is set: by hand from verl's field names.
-SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
-    ([f"{CORRECTION}.rollout_is=token"], "correction", {}, {}),
-    (
-        [*BYPASS, f"{CORRECTION}.loss_type=reinforce"],
-        "correction",
-        {},
-        {
-            f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
-            f"{ACTOR}.policy_loss.rollout_correction": {
-                "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None,
-                "bypass_mode": True, "loss_type": "reinforce", "rollout_is_batch_normalize": False,
-            },
-        },
-    ),
-    (
-        [],
-        "correction",
-        {"preset": "decoupled_token_icepop"},
-        {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-    ),
-    (
-        # verl compares 1/rho with these bounds, so that 0.625 to 2 keeps 0.5 <= rho <= 1.6.
-        [],
-        "correction",
-        {"reject": {"token_k1": [0.5, 1.6], "seq_mean_k3": 0.01}},
-        {
-            f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3",
-            f"{CORRECTION}.rollout_rs_threshold": "0.625_2.0,0.01",
-        },
-    ),
-    ([], "kl", {"coef": 0.2}, {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.2}),
-    (
-        [],
-        "kl",
-        {"coef": 0.2, "reward_path": "rewards"},
-        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.2},
-    ),
-    (
-        # The coefficient of both parts is that of the rewards.
-        ["algorithm.kl_ctrl.kl_coef=0.4"],
-        "kl",
-        {"estimator": "k3", "reward_path": "rewards"},
-        {"algorithm.use_kl_in_reward": True, f"{ACTOR}.kl_loss_coef": 0.4},
-    ),
-]  # fmt: skip
+ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.mark.in_process
@@ -164,4 +118,5 @@ def test_micro_batches_of_padding_and_missing_fields(run: Run) -> None:
 
 
 def test_what_a_section_sets_in_verls_configuration(run: Run) -> None:
-    run(on_driver.settings, cases=SET).expect()
+    table = Path(__file__).with_name("set_by_sections.toml").read_text(encoding="utf-8")
+    run(on_driver.settings, cases=tomllib.loads(table)["case"]).expect()

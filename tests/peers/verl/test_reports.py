@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
+import operator
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +26,13 @@ from mismatch_ext.adapters.verl.driver.reports import (
 
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
 plugin.unload()
 
+FAULTS = tomllib.loads(Path(__file__).with_name("report_faults.toml").read_text(encoding="utf-8"))["rows"]
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -39,17 +45,17 @@ def run_of(name: str) -> dict[str, Any]:
     found: dict[str, Any] = recorded("sglang" if name == "sglang" else "dense")
     if name == "experts":
         found |= {part: recorded("sglang")[part] for part in ("block", "workers")}
-        everywhere("rollout", "records_routing", True)(found)
+        change_of("rollouts", "records_routing", True)(found)
     elif name == "example":
         found["block"] |= {"precision": {"dtype": "float16"}}
-        for change in (
-            everywhere("trainer", "autocast_dtype", "float16", "trainer"),
-            everywhere("trainer", "scaler", SCALER, "trainer"),
-            everywhere("rollout", "model_dtype", "float16", "reading"),
-            everywhere("rollout", "kv_cache_dtype", "float16", "reading"),
-            everywhere("rollout", "parameter_dtypes", {"float16": 9}, "reading"),
+        for kind, field, value in (
+            ("workers", "trainer.autocast_dtype", "float16"),
+            ("workers", "trainer.scaler", SCALER),
+            ("rollouts", "reading.model_dtype", "float16"),
+            ("rollouts", "reading.kv_cache_dtype", "float16"),
+            ("rollouts", "reading.parameter_dtypes", {"float16": 9}),
         ):
-            change(found)
+            change_of(kind, field, value)(found)
     return found
 
 
@@ -80,43 +86,24 @@ def checked(name: str, change: Change = lambda run: None) -> Checked:
     return check_reports(*parsed(found))
 
 
-def worker(name: str, value: Any, *path: str) -> Change:
-    """Return the change of one field in the report of the last worker; of two, where the run had one."""
-    return lambda run: put(second(run["workers"], rank=1), name, value, *path)
-
-
-def rollout(name: str, value: Any, *path: str) -> Change:
-    """Return the same for the last rollout worker."""
+def change_of(kind: str, field: str, value: Any) -> Change:
+    """Return the change of a field in the reports of all workers or rollout workers, or of the last of two."""
 
     def change(run: dict[str, Any]) -> None:
         answer = run["rollouts"][0]
-        put(second(answer["reports"]), name, value, *path)
+        reports = run["workers"] if kind.startswith("worker") else answer["reports"]
+        if not kind.endswith("s"):
+            reports.append(copy.deepcopy(reports[0]))
+            reports[-1] |= {"rank": 1} if kind == "worker" else {}
+            reports = reports[-1:]
         answer["expected"] = len(answer["reports"])
+        *path, name = field.split(".")
+        for report in reports:
+            place = functools.reduce(operator.getitem, path, report)
+            assert name in place, f"no process reports {name}"
+            place[name] = value
 
     return change
-
-
-def everywhere(kind: str, name: str, value: Any, *path: str) -> Change:
-    """Return the change of one field in the reports of all processes of a kind."""
-
-    def change(run: dict[str, Any]) -> None:
-        for report in run["workers"] if kind == "trainer" else run["rollouts"][0]["reports"]:
-            put(report, name, value, *path)
-
-    return change
-
-
-def second(reports: list[dict[str, Any]], **other: Any) -> dict[str, Any]:
-    """Add a copy of the first report, and return it."""
-    reports.append({**copy.deepcopy(reports[0]), **other})
-    return reports[-1]
-
-
-def put(report: dict[str, Any], name: str, value: Any, *path: str) -> None:
-    for step in path:
-        report = report[step]
-    assert name in report, f"no process reports {name}"
-    report[name] = value
 
 
 @pytest.mark.parametrize("name", ["experts", "example", "sglang"])
@@ -139,7 +126,7 @@ def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section
     def running(loss: str) -> Change:
         def change(run: dict[str, Any]) -> None:
             run["block"] |= section
-            everywhere("trainer", "loss", loss)(run)
+            change_of("workers", "loss", loss)(run)
 
         return change
 
@@ -149,34 +136,19 @@ def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section
     assert f"mismatch.{key}: it takes a loss of this package, and the worker of rank 0 runs with" in str(caught.value)
 
 
-DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("run", "change", "error", "named"),
-    [
-        ("experts", worker("routing", None), ConfigError, "mismatch.routing.mode: 'R3' was asked for, and the worker of rank 1"),
-        ("example", worker("routing", "R3"), ConfigError, "mismatch.routing.mode: None was asked for"),
-        ("experts", worker("lr", None), ConfigError, "mismatch.lr: True was asked for, and the worker of rank 1"),
-        ("experts", worker("sampling_mask", True), ConfigError, "mismatch.sampling_mask: False was asked for, and the worker of"),
-        ("experts", worker("loss", "verl.workers.utils.losses"), ConfigError, f"not of {LOSS}"),
-        ("experts", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: vllm 0.30.0"),
-        ("experts", rollout("version", "0.23.0", "reading"), PeerVersionError, "runs vllm 0.23.0, which is outside"),
-        ("example", worker("scaler", DISABLED, "trainer"), ConfigError, "trainer.scaler="),
-        ("experts", worker("torch", "2.12.0", "versions"), ConfigError, "the worker of rank 0 with {"),
-        ("experts", worker("engine", "FSDPEngineWithLMHead"), ConfigError, "engine='FSDPEngineWithLMHead'"),
-        ("experts", rollout("logprobs_mode", "raw_logprobs", "reading"), ConfigError, "logprobs_mode='raw_logprobs'"),
-        ("experts", lambda run: run["workers"].clear(), ConfigError, "no worker of the actor says"),
-        ("experts", lambda run: run["rollouts"].clear(), EngineError, "no rollout server says"),
-        ("experts", lambda run: run["rollouts"][0]["reports"].clear(), EngineError, "has 1 workers, and 0 of them say"),
-    ],
-)  # fmt: skip
-def test_one_process_that_is_not_as_asked_is_refused_by_name(
-    run: str, change: Change, error: type[MismatchError], named: str
+@pytest.mark.parametrize(("run", "kind", "field", "value", "error", "named"), FAULTS)
+def test_processes_that_are_not_as_asked_are_refused_by_name(
+    run: str, kind: str, field: str, value: str, error: str, named: str
 ) -> None:
-    with pytest.raises(error) as caught:
-        checked(run, change)
-    assert named in str(caught.value)
+    with pytest.raises(MismatchError) as caught:
+        checked(run, change_of(kind, field, json.loads(value)))
+    assert type(caught.value).__name__ == error and named in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["workers", "rollouts"])
+def test_processes_that_say_nothing_are_refused(kind: str) -> None:
+    with pytest.raises(MismatchError, match="no (worker of the actor|rollout server) says"):
+        checked("experts", lambda run: run[kind].clear())
 
 
 def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> None:
@@ -193,20 +165,6 @@ def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (everywhere("trainer", "autocast_dtype", "bfloat16", "trainer"), "trainer autocast: expected float16, found bfloat16"),
-        (everywhere("rollout", "model_dtype", "bfloat16", "reading"), "engine dtype: expected float16, found bfloat16"),
-        (everywhere("rollout", "kv_cache_dtype", "fp8_e4m3", "reading"), "engine KV cache"),
-    ],
-)  # fmt: skip
-def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named: str) -> None:
-    with pytest.raises(PrecisionError) as caught:
-        checked("example", change)
-    assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("run", "needed"), [("experts", "worker_extension_cls as this package sets it"), ("sglang", "server class of this package")]
 )  # fmt: skip
 def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run: str, needed: str) -> None:
@@ -218,10 +176,10 @@ def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run:
     assert needed in str(caught.value) and caught.value.__cause__ is cause
 
 
-def replica(engine: str, *, size: int = 1, ranks: int = 1, servers: list[Any]) -> SimpleNamespace:
+def replica(engine: str, servers: list[Any]) -> SimpleNamespace:
     """Return what verl says of a rollout server."""
-    config = SimpleNamespace(name=engine, data_parallel_size=size)
-    return SimpleNamespace(config=config, world_size=ranks, servers=servers)
+    config = SimpleNamespace(name=engine, data_parallel_size=1)
+    return SimpleNamespace(config=config, world_size=1, servers=servers)
 
 
 @pytest.mark.parametrize(("size", "check", "said"), [(2, "warn", True), (1, "warn", False), (2, "off", False)])
@@ -252,7 +210,7 @@ def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.Mon
     monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(ray, "get", get)
     engines = ["vllm", "vllm", "sglang"]
-    replicas = [replica(e, servers=[Server(e)]) for e in engines]
+    replicas = [replica(e, [Server(e)]) for e in engines]
     answers = servers.read_rollouts(replicas, MismatchConfig(), 50)
     assert waits == [(3, 60), (3, 0), (3, 0)]
     assert [(a.engine, type(a.failure)) for a in answers] == [(e, ray.exceptions.GetTimeoutError) for e in engines]
@@ -273,8 +231,8 @@ def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        (rollout("logprobs_mode", "raw_logprobs", "reading"), "rollout_workers"),
-        (worker("strategy", "fsdp"), "workers"),
+        (change_of("rollout", "reading.logprobs_mode", "raw_logprobs"), "rollout_workers"),
+        (change_of("worker", "strategy", "fsdp"), "workers"),
     ],
 )
 def test_processes_of_a_run_that_is_only_measured_are_named_if_wrong_and_the_run_goes_on(

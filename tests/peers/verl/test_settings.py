@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +23,6 @@ from tests.peers.verl.prepared import configured, prepared, prepared_megatron
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("hydra", "as_with_a_gpu")
-
-
-def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
-    setting = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    masked = prepared("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8")
-    assert OmegaConf.select(masked, setting).endswith(".MaskedLoopManager")
-    assert OmegaConf.select(prepared("+mismatch={}", f"+{setting}=my.Manager"), setting) == "my.Manager"
 
 
 def leaves(node: object, path: str = "") -> set[str]:
@@ -61,12 +53,6 @@ def test_verl_imports_our_trainers_beside_a_users_own_modules(monkeypatch: pytes
     assert modules(given) == f"theirs,{settings.TRAINERS}"
 
 
-def test_a_variable_of_a_ray_job_that_has_our_trainers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {"runtime_env": {"env_vars": {"VERL_USE_EXTERNAL_MODULES": f"mine,{settings.TRAINERS}"}}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-    assert "env_vars" not in prepared("+mismatch.kl.coef=0.1").ray_kwargs.ray_init.runtime_env
-
-
 def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
     def sent(*overrides: str) -> MismatchConfig | None:
         return block.block_of(prepared(*overrides).actor_rollout_ref)
@@ -74,17 +60,6 @@ def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
     assert sent("+mismatch.lr={}") == sent("+mismatch={lr: {}}") == MismatchConfig(lr=LrConfig())
     with pytest.raises(ConfigError, match="mismatch.lr: nothing is given"):
         sent("+mismatch.lr=null")
-
-
-def test_null_switches_a_key_of_a_preset_off_on_verls_command_line() -> None:
-    preset = "+mismatch.correction.preset=slime_mis"
-    with pytest.raises(ConfigError, match=r"mismatch\.correction\.veto=0\.0001"):
-        prepared(preset)
-    config = prepared(preset, "+mismatch.correction.veto=null")
-    native = config.algorithm.rollout_correction
-    assert (native.rollout_is, native.rollout_is_threshold, native.rollout_is_batch_normalize) == ("token", 2.0, True)
-    arrived = block.block_of(config.actor_rollout_ref)
-    assert arrived is not None and arrived.correction is not None and arrived.correction.veto is None
 
 
 def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed() -> None:

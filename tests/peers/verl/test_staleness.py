@@ -29,7 +29,3 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     assert found["refused"].startswith(
         "ConfigError: mismatch.routing.mode=R3, but the client of verl's rollout servers has class"
     )
-
-
-def test_answers_under_one_id_keep_their_own_versions(run: Run) -> None:
-    assert run(scenarios.one_id).expect() == [[[4, 2]], [[5, 2]], [[6, 2]]]

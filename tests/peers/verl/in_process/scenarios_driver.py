@@ -235,7 +235,10 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any], expected: 
     driven(config)
     for path, value in expected.items():
         found = OmegaConf.select(config, path)
-        assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value, path
+        if OmegaConf.is_config(found):
+            # TOML has no null.
+            found = {key: part for key, part in found.items() if part is not None}
+        assert found == value, path
         OmegaConf.update(config, path, OmegaConf.select(stock, path), merge=False)
     assert config == stock
 
@@ -243,4 +246,4 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any], expected: 
 def settings(cases: list[Any]) -> None:
     """Check what each of several sections sets."""
     for case in cases:
-        set_up(*case)
+        set_up(**case)
