@@ -229,18 +229,23 @@ def padding(policy_loss: str = "bypass_mode") -> None:
 
 def set_up(overrides: list[str], section: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
     """Check what a section sets in verl's configuration."""
-    config, stock = host_config(*overrides), host_config(*overrides)
+    config = host_config(*overrides)
+    before = OmegaConf.to_container(config, resolve=False)
     part = getattr(block_of(**{section: given} if given else {}), section)
     _ = set_correction(config, part) if section == "correction" else set_kl(config, part)
     driven(config)
-    for path, value in expected.items():
-        found = OmegaConf.select(config, path)
-        if OmegaConf.is_config(found):
-            # TOML has no null.
-            found = {key: part for key, part in found.items() if part is not None}
-        assert found == value, path
-        OmegaConf.update(config, path, OmegaConf.select(stock, path), merge=False)
-    assert config == stock
+    found = differences(before, OmegaConf.to_container(config, resolve=False))
+    assert found == expected, (section, given)
+
+
+def differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
+    """Return what differs in two configurations, by dotted name, without keys of new parts that have no value."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        parts = [differences(before.get(key), after[key], f"{path}.{key}".lstrip(".")) for key in after]
+        return {name: value for part in parts for name, value in part.items()}
+    if isinstance(after, dict):
+        after = {key: value for key, value in after.items() if value is not None}
+    return {} if before == after else {path: after}
 
 
 def settings(cases: list[Any]) -> None:

@@ -21,7 +21,7 @@ from mismatch_ext.sampling_mask import TokenSupport
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process import scenarios_ulysses as ulysses
 from tests.peers.verl.in_process.routes import nested, refused
-from tests.peers.verl.in_process.scenarios_replay import apart
+from tests.peers.verl.in_process.scenarios_replay import apart, mean_apart
 from tests.peers.verl.in_process.workers import batch, logprobs, scored, update, worker
 
 MASKED: dict[str, Any] = {"sampling_mask": {}}
@@ -95,7 +95,7 @@ def masked(model: str) -> None:
         update(verl, scored(verl, plain))
     after = logprobs(verl, plain)
     native.engine.module.load_state_dict(built.engine.module.state_dict())
-    assert apart(logprobs(native, plain), after) < 0.01 * apart(after, before)
+    assert mean_apart(logprobs(native, plain), after) < 0.01 * mean_apart(after, before)
 
 
 def wrong(model: str) -> None:

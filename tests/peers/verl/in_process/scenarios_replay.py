@@ -84,10 +84,10 @@ def changed(data: TensorDict) -> TensorDict:
     return data
 
 
-def trained(built: Any, data: TensorDict) -> dict[str, Any]:
-    """Score a batch and learn from it three times; return all that came of it."""
+def trained(built: Any, data: TensorDict, updates: int = 1) -> dict[str, Any]:
+    """Score a batch and learn from it; return all that came of it."""
     data = scored(built, data)
-    metrics = [update(built, data) for _ in range(3)]
+    metrics = [update(built, data) for _ in range(updates)]
     return {
         "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
         "grad_norm": [float(m["grad_norm"][0]) for m in metrics],
@@ -101,12 +101,12 @@ def stock(model: str) -> dict[str, Any]:
     """Check that ours is verl's engine without a block and with one that measures, bit for bit; return what it computes."""
     routes = own_routes(model)
     verl = worker(model, vendor=None)
-    expected = trained(verl, batch(rollout=routes))
+    expected = trained(verl, batch(rollout=routes), 3)
     assert type(verl.engine).__name__ == "FSDPEngineWithLMHead" and expected["grad_norm"][0] > 0
     for block in (None, {}):
         ours = worker(model, block)
         assert type(ours.engine).__name__ == "MismatchFSDPEngine"
-        assert trained(ours, batch(rollout=routes)) == expected, block
+        assert trained(ours, batch(rollout=routes), 3) == expected, block
     return expected
 
 
@@ -154,6 +154,12 @@ def replay(model: str) -> None:
 def apart(one: list[list[float]], two: list[list[float]]) -> float:
     """Return the largest difference between two lists of rows."""
     return max(abs(a - b) for rows in zip(one, two, strict=True) for a, b in zip(*rows, strict=True))
+
+
+def mean_apart(one: list[list[float]], two: list[list[float]]) -> float:
+    """Return the mean difference between two lists of rows."""
+    pairs = [pair for rows in zip(one, two, strict=True) for pair in zip(*rows, strict=True)]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
 def other_tokens(model: str) -> None:
