@@ -644,7 +644,9 @@ class Run:
                 **settings.bounds_of_tokens,
             )
         terms, biases = (values.view(mask.shape).masked_fill(~mask, 0.0) for values in found)
-        self._biases += torch.stack([biases.detach().double().sum(), mask.sum().double()]).cpu()
+        # A token without likely ones of the engine has no bias that could be measured.
+        known = mask & head_logprobs.isfinite().any(-1)
+        self._biases += torch.stack([biases.detach().double().sum(), known.sum().double()]).cpu()
         if not learns:
             return torch.zeros_like(batch.rollout_logprobs)
         of_token = advantages if advantages.dim() == 2 else advantages[:, None]

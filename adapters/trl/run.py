@@ -539,4 +539,7 @@ class TrlRun(TrainerRun):
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
         self.objective.begin_anew()
+        self.centering.begin_anew()
+        if self.correction is not None:
+            self.correction.begin_anew()
         self._failing = 0

