@@ -103,7 +103,7 @@ def sampled_batch(policy: str, reference: str, rows: int = 12, **extra: Any) -> 
     generator = torch.Generator().manual_seed(0)
     chosen = []
     for row in range(rows):
-        length = 1 + row % HORIZON
+        length = HORIZON - row % 4 // 3  # each fourth is shorter
         chosen.append(torch.randint(1, VOCABULARY, (length,), generator=generator))
     logps, ref_logps = plain_logps(policy, chosen), plain_logps(reference, chosen)
     shifted = lambda scale: [(p + scale * torch.randn(p.shape, generator=generator)).float() for p in logps]  # noqa: E731
