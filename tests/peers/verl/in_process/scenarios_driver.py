@@ -232,7 +232,10 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any], expected: 
     config = host_config(*overrides)
     before = OmegaConf.to_container(config, resolve=False)
     part = getattr(block_of(**{section: given} if given else {}), section)
-    _ = set_correction(config, part) if section == "correction" else set_kl(config, part)
+    if section == "correction":
+        set_correction(config, part)
+    else:
+        set_kl(config, part)
     driven(config)
     found = differences(before, OmegaConf.to_container(config, resolve=False))
     assert found == expected, (section, given)
