@@ -117,9 +117,9 @@ def sampled_batch(policy: str, reference: str, rows: int = 12, **extra: Any) -> 
 def aggregations(models: str) -> None:
     """Compare what is added to verl's loss with verl's own k3, for every aggregation, on this rank's part of a batch."""
     policy, reference = f"{models}/policy", f"{models}/reference"
+    engine = Engine(policy, 2)  # it joins the process group
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     data = tu.chunk_tensordict(sampled_batch(policy, reference, calculate_entropy=True), ranks)[rank]
-    engine = Engine(policy, 2)
     for mode in MODES:
         stock = actor_config(
             use_kl_loss=True,

@@ -527,6 +527,7 @@ def on_two(scenario: str, **payload: Any) -> None:
 
 def sharded_to_file(model: str, out: str) -> str:
     """Run `sharded`, and return the file that has what was found."""
+    found = sharded(model)
     path = f"{out}/{torch.distributed.get_world_size()}-{torch.distributed.get_rank()}.pt"
-    torch.save(sharded(model), path)
+    torch.save(found, path)
     return path

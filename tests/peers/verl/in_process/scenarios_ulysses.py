@@ -132,8 +132,9 @@ def check_lost(built: Any, given: list[Tensor]) -> None:
 
 def shared_to_file(model: str, out: str) -> str:
     """Run `shared`, and return the file that has what was found."""
+    found = shared(model)
     path = f"{out}/shared-{dist.get_rank()}.pt"
-    torch.save(shared(model), path)
+    torch.save(found, path)
     return path
 
 
