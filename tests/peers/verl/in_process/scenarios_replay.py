@@ -239,7 +239,7 @@ def adapter(model: str) -> None:
 
 
 def layouts(model: str) -> dict[str, Any]:
-    """Replay other routes in micro-batches of several shapes: whole, one by one, dynamic, packed, packed and filled up."""
+    """Replay other routes in micro-batches of several shapes: whole, dynamic, packed, packed and filled up."""
     routes = other(own_routes(model, range(8)))
     found: dict[str, Any] = {}
     for name, options in {
