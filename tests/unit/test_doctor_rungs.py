@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
@@ -35,16 +33,7 @@ def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> Non
     assert [cause.key for cause in found.causes] == ["decode_path"] and found.verdict == "explained", report(found)
     assert found.causes[0].status == "measured" and (found.causes[0].share or 0) > 0.5
     assert found.parts[0].name == "decode_path" and found.ratio == pytest.approx(1, abs=0.3), "the prefill is right"
-    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
     assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
-    json.dumps(found.data(), allow_nan=False)
-
-
-def test_a_decode_of_other_tokens_is_named_without_a_share() -> None:
-    found = stale_decode(same=False)
-    assert found.causes[0].key == "decode_path" and found.causes[0].share is None
-    # The sample's own errors are then nobody's: it is not known what settings made of them.
-    assert found.verdict == "partly" and "decode_path" not in {part.name for part in found.parts}
 
 
 @pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
@@ -56,8 +45,6 @@ def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: floa
     (cause,) = diagnose(sample, scores, engine=engine).causes
     assert cause.key == key
     if key == "stale_cache":
-        figure = f"{np.abs(said.decode).mean():.1e}"
-        assert f"by {figure} nats per token with 7 prompts from the cache, and by 0.0e+00 past it" in cause.said
         assert "reset_prefix_cache" in cause.remedy.vllm
 
 
@@ -109,18 +96,3 @@ def test_the_largest_gap_is_taken_apart() -> None:
     assert sum(found.largest.parts.values()) == pytest.approx(found.largest.gap, rel=1e-9)
     assert found.largest.gap == pytest.approx(2.0, abs=0.1) and "largest gap, +2.0" in report(found)
     assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
-
-
-def blocks(**errors: float) -> list[Block]:
-    """Return blocks of three layers whose rounding is 1e-3; `attention1=4e-3` is the error of layer 1's."""
-    kinds = [(layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
-    return [Block(layer=at, kind=kind, error=errors.get(f"{kind}{at}", 1.1e-3), own=1e-3) for at, kind in kinds]
-
-
-def test_blocks_that_stand_out_are_named_by_layer_and_kind() -> None:
-    assert "no block stands out" in summary(blocks())
-    assert summary(blocks(mlp2=8e-3)) == "largest at layer 2, mlp: 8.0 of rounding's; 1 of 6 blocks"
-    every = {f"attention{layer}": 7e-2 for layer in range(3)}
-    assert summary(blocks(**every)).endswith("of rounding's; all of attention")
-    exact = Block(layer=0, kind="mlp", error=2e-7, own=0.0)
-    assert exact.ratio < 1, "two float32 programs"
