@@ -310,7 +310,8 @@ def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
     content = (run / "metrics-000.jsonl").read_bytes()
-    (run / "metrics-000.jsonl").write_bytes(b"garbage\n" + content[:1700])
+    end_of_a_step = content.index(b"\n", content.index(b'"kind": "step"'))
+    (run / "metrics-000.jsonl").write_bytes(b"garbage\n" + content[: end_of_a_step + 20])
     text = rendered(run).text
     for part in ("This report is not complete", "line 1 was left out", "is torn", "no end line", "no token sample"):
         assert part in text, part

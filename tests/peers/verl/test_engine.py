@@ -247,14 +247,19 @@ def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
     assert found["multipliers"] == [1.0, 0.5]  # of the second update and the third, with a period of 2
 
 
-@pytest.mark.in_process
-def test_two_ranks_replay_as_one_does(run: Run, moe: Path, host: Result) -> None:
-    run(replaying.on_two_ranks, model=moe, env=host).expect()
+@pytest.fixture(scope="module")
+def routes(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(replaying.write_routes, model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt").expect()
 
 
 @pytest.mark.in_process
-def test_ranks_that_share_a_sequence_replay_as_one_does(run: Run, moe: Path) -> None:
-    run(ulysses.on_two_ranks, model=moe, env=FSDP1).expect()
+def test_two_ranks_replay_as_one_does(run: Run, moe: Path, routes: str, host: Result) -> None:
+    run(replaying.on_two_ranks, model=moe, routes=routes, env=host).expect()
+
+
+@pytest.mark.in_process
+def test_ranks_that_share_a_sequence_replay_as_one_does(run: Run, moe: Path, routes: str) -> None:
+    run(ulysses.on_two_ranks, model=moe, routes=routes, env=FSDP1).expect()
 
 
 @pytest.mark.in_process
@@ -263,9 +268,9 @@ def test_the_readiness_report_names_weights_whoever_holds_them(run: Run, dense: 
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_an_overflow_on_one_skips_all(
-    run: Run, moe: Path, dense: Path, host: Result
+    run: Run, moe: Path, dense: Path, routes: str, host: Result
 ) -> None:
-    run(replaying.on_two, scenario="rank_faults", moe=moe, dense=dense, env=host).expect()
+    run(replaying.on_two, scenario="rank_faults", moe=moe, dense=dense, routes=routes, env=host).expect()
 
 
 @pytest.mark.in_process

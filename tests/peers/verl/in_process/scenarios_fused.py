@@ -18,9 +18,9 @@ from verl.utils import torch_functional
 
 from mismatch_ext.config import MismatchConfig
 from tests.peers.verl.in_process.losses import actor_config
-from tests.peers.verl.in_process.routes import nested
+from tests.peers.verl.in_process.routes import nested, other
 from tests.peers.verl.in_process.scenarios_losses import number
-from tests.peers.verl.in_process.scenarios_replay import apart, random_routes
+from tests.peers.verl.in_process.scenarios_replay import apart, own_routes
 from tests.peers.verl.in_process.workers import R3, batch, logprobs, scored, strategy, update, worker
 
 FP16 = {"precision": {"dtype": "float16", "init_scale": 64.0}}
@@ -49,7 +49,7 @@ def sampled(built: Any, temperature: float, **fields: Any) -> TensorDict:
     return data
 
 
-def measured(models: dict[str, str], name: str, fused: bool) -> dict[str, Any]:
+def measured(models: dict[str, str], name: str, fused: bool, routes: Any) -> dict[str, Any]:
     """Score, update, probe and measure one case."""
     kind, block, dtype, temperature, packed = CASES[name]
     built = worker(
@@ -60,7 +60,7 @@ def measured(models: dict[str, str], name: str, fused: bool) -> dict[str, Any]:
         use_fused_kernels=fused,
         optimizer={"clip_grad": 1e9},
     )
-    fields = {"rollout": nested(random_routes()[:4])} if "routing" in block else {}
+    fields = {"rollout": routes} if "routing" in block else {}
     data = sampled(built, temperature, **fields)
     found: dict[str, Any] = {"logprobs": [row.tolist() for row in data["old_log_probs"].unbind()]}
     ids = torch.randint(3, 16, (3, 9), generator=torch.Generator().manual_seed(1)).tolist()
@@ -79,9 +79,10 @@ def measured(models: dict[str, str], name: str, fused: bool) -> dict[str, Any]:
 def heads(dense: str, moe: str) -> None:
     """Compare every case with the model's own head and with verl's fused one, which changes the model's class for good."""
     models = {"dense": dense, "moe": moe}
-    owns = {name: measured(models, name, False) for name in CASES}
+    routes = other(own_routes(moe))
+    owns = {name: measured(models, name, False, routes) for name in CASES}
     for name, own in owns.items():
-        fused = measured(models, name, True)
+        fused = measured(models, name, True, routes)
         # In float16 the two heads have the same products, and sum gradients in other orders: Adam's first step has the size of
         # its rate whatever a gradient's, so that one about zero which rounds otherwise moves its weight the other way.
         close = 1e-5 if name != "float16" else 2e-3

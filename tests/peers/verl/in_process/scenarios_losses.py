@@ -123,7 +123,7 @@ def aggregations(models: str) -> None:
     for mode in MODES:
         stock = actor_config(
             use_kl_loss=True,
-            kl_loss_coef=0.3,
+            kl_loss_coef=3.0,
             kl_loss_type="k3",
             loss_agg_mode=mode,
             entropy_coeff=0.01,

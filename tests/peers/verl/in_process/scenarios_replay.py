@@ -394,17 +394,16 @@ def everywhere(value: Any) -> list[Any]:
     return values
 
 
-def random_routes() -> list[Tensor]:
-    """Return routes of eight samples that no model has chosen; ranks draw the same, and none computes before its fork."""
-    generator = torch.Generator().manual_seed(3)
-    drawn = [torch.rand(count, 2, 16, generator=generator).topk(4).indices for count in 2 * TOKENS]
-    return list(as_rollout(nested(drawn)).unbind())
+def write_routes(model: str, path: str) -> str:
+    """Write routes of eight samples, which are not the model's own, for ranks to share."""
+    torch.save(list(other(own_routes(model, range(8))).unbind()), path)
+    return path
 
 
-def sharded(model: str) -> dict[str, Any]:
+def sharded(model: str, routes: str) -> dict[str, Any]:
     """Score and update eight samples that the ranks share, with R3 and with R2."""
     found: dict[str, Any] = {}
-    given = random_routes()
+    given = torch.load(routes)
     for mode in ("R3", "R2"):
         # FSDP1 says whose gradient is where only with the original parameters.
         built = worker(
@@ -446,10 +445,10 @@ def check_same(found: dict[str, Any], one: dict[str, Any], apart_at_most: float,
             torch.testing.assert_close(found[mode]["gradients"][name], gradient, rtol=0, atol=gradients_apart)
 
 
-def on_two_ranks(model: str) -> None:
+def on_two_ranks(model: str, routes: str) -> None:
     """Check that two ranks replay as one does."""
     with tempfile.TemporaryDirectory() as folder:
-        (one,), (two, _) = (ranks(sharded_to_file, world, model=model, out=folder) for world in (1, 2))
+        (one,), (two, _) = (ranks(sharded_to_file, world, model=model, routes=routes, out=folder) for world in (1, 2))
         one, two = torch.load(one), torch.load(two)
     assert apart(one["R3"]["logprobs"], one["R2"]["logprobs"]) > 0.1
     check_same(two, one, 0.0, 1e-6)
@@ -499,10 +498,10 @@ def check_sums(module: Any, checkpoint: dict[str, Tensor]) -> None:
     assert all(one.equal for one in compared) and len(compared) in (0, len(checkpoint))
 
 
-def rank_faults(moe: str, dense: str) -> None:
+def rank_faults(moe: str, dense: str, routes: str) -> None:
     """Lose a sample's routes on the last rank, then let a gradient overflow there alone."""
     built = worker(moe, {"routing": R3})
-    mine, rows = share(random_routes())
+    mine, rows = share(torch.load(routes))
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     if last:
         rows[1] = torch.zeros_like(rows[1])
@@ -525,9 +524,9 @@ def on_two(scenario: str, **payload: Any) -> None:
     ranks(globals()[scenario], 2, **payload)
 
 
-def sharded_to_file(model: str, out: str) -> str:
+def sharded_to_file(model: str, routes: str, out: str) -> str:
     """Run `sharded`, and return the file that has what was found."""
-    found = sharded(model)
+    found = sharded(model, routes)
     path = f"{out}/{torch.distributed.get_world_size()}-{torch.distributed.get_rank()}.pt"
     torch.save(found, path)
     return path

@@ -30,7 +30,6 @@ from tests.peers.verl.in_process.scenarios_replay import (
     check_same,
     everywhere,
     kept_gradients,
-    random_routes,
     sharded_to_file,
 )
 from tests.peers.verl.in_process.workers import batch, worker
@@ -86,11 +85,11 @@ def scored(built: Any, data: TensorDict) -> TensorDict:
     return data
 
 
-def shared(model: str) -> dict[str, Any]:
+def shared(model: str, routes: str) -> dict[str, Any]:
     """Score and update eight samples on ranks that share their rows."""
     prepare()
     ranks = int(os.environ["WORLD_SIZE"])
-    given = random_routes()
+    given = torch.load(routes)
     found: dict[str, Any] = {}
     for mode in ("R3", "R2"):
         built = worker(
@@ -130,17 +129,17 @@ def check_lost(built: Any, given: list[Tensor]) -> None:
         assert [bool(row.max()) for row in output[FAULT].unbind()] == [row == 1 for row in range(8)]
 
 
-def shared_to_file(model: str, out: str) -> str:
+def shared_to_file(model: str, routes: str, out: str) -> str:
     """Run `shared`, and return the file that has what was found."""
-    found = shared(model)
+    found = shared(model, routes)
     path = f"{out}/shared-{dist.get_rank()}.pt"
     torch.save(found, path)
     return path
 
 
-def on_two_ranks(model: str) -> None:
+def on_two_ranks(model: str, routes: str) -> None:
     """Compare two ranks that share each row with one rank and verl's own attention on a padded batch."""
     with tempfile.TemporaryDirectory() as folder:
-        (one,) = on_ranks(sharded_to_file, 1, model=model, out=folder)
-        two, _ = on_ranks(shared_to_file, 2, model=model, out=folder)
+        (one,) = on_ranks(sharded_to_file, 1, model=model, routes=routes, out=folder)
+        two, _ = on_ranks(shared_to_file, 2, model=model, routes=routes, out=folder)
         check_same(torch.load(two), torch.load(one), 1e-5, 2e-6)
