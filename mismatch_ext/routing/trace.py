@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,7 +187,11 @@ class RoutingTrace:
     def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
         """Return the trace with its sequence's ids, which replay compares with a pass; raises RoutingError if they do not fit."""
         end = self.start + self.rows
-        tokens = torch.as_tensor(ids).flatten()[:end].to(torch.int32)
+        if not isinstance(ids, Tensor):
+            ids = torch.from_numpy(
+                np.array(ids, dtype=np.int64)
+            )  # a list becomes an array in half the time of a tensor
+        tokens = ids.flatten()[:end].to(torch.int32)
         if len(tokens) < end:
             raise RoutingError(
                 f"{len(tokens)} token ids for a routing trace that ends before position {end}; give the whole sequence's."
