@@ -205,7 +205,7 @@ class LeftTokens:
         return _support_of_read(_read_of_all([self]), asked, vocabulary, partial(_named, name))
 
 
-def _read_of(pending: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], ...]:
+def _read_of(pending: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[Any, ...]:
     """Return what is kept of some positions as `LeftTokens.take` was given them: the columns of its `_read`."""
     ids, logprobs = (np.concatenate(columns) for columns in zip(*pending, strict=True))
     left = logprobs > -math.inf  # False for NaN
@@ -214,9 +214,9 @@ def _read_of(pending: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDAr
     return likeliest.astype(np.int32), counts, ~left.all(1), sampled.astype(np.int32)
 
 
-def _read_of_all(responses: Sequence[LeftTokens]) -> list[tuple[NDArray[Any], ...]]:
+def _read_of_all(responses: Sequence[LeftTokens]) -> list[tuple[Any, ...]]:
     """Return what is known of the positions of some responses, in order, in parts that may span several responses."""
-    parts: list[tuple[NDArray[Any], ...]] = []
+    parts: list[tuple[Any, ...]] = []
     waiting: list[tuple[NDArray[Any], NDArray[Any]]] = []
     for response in responses:
         if response._read and waiting:
