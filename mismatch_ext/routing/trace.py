@@ -188,9 +188,8 @@ class RoutingTrace:
         """Return the trace with its sequence's ids, which replay compares with a pass; raises RoutingError if they do not fit."""
         end = self.start + self.rows
         if not isinstance(ids, Tensor):
-            ids = torch.from_numpy(
-                np.array(ids, dtype=np.int64)
-            )  # a list becomes an array in half the time of a tensor
+            # A list becomes an array in half the time that it takes to become a tensor.
+            ids = torch.from_numpy(np.array(ids, dtype=np.int64))
         tokens = ids.flatten()[:end].to(torch.int32)
         if len(tokens) < end:
             raise RoutingError(

@@ -98,7 +98,7 @@ def test_pages_quote_the_recorded_costs() -> None:
     assert f"{memory['theirs']:.1f} tensors and {time['ratio']:.1f} times the time" in kl
     step = 1 / of("checked vs stock, processor time")["ratio"]
     assert f"takes {step:.2f} times stock TRL's processor time" in page("trl")
-    for whole in costs("python -m benchmarks trl_step"):
+    for whole in (*costs("python -m benchmarks trl_step"), *costs("python -m benchmarks trl_real")):
         (low, high), (million,) = whole["95 % of it"], re.findall(r"([\d.]+) million", whole["name"])
         words = f"{whole['times stock']:.2f} times with {million} million parameters (95 %: {low:.2f} to {high:.2f}"
         assert words in page("trl"), words
