@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.bench_trl_step import Size, compared
 
-SIZE = Size(steps=10, rows=32, tokens=64)
+SIZE = Size(steps=8, rows=32, tokens=64)
 
 
 def run() -> list[dict[str, Any]]:

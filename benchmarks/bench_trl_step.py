@@ -42,7 +42,7 @@ EVERYTHING: dict[str, Any] = {
 class Size:
     """How much a comparison does: steps, completions of a step, and tokens of a completion at most."""
 
-    steps: int = 20
+    steps: int = 18
     rows: int = 256
     tokens: int = 96
 

@@ -454,7 +454,7 @@ def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
 
 def _mark(ids: Tensor, array: Tensor) -> int:
     """Return a number for a sample by its token ids, and by one in 64 rows of its routes."""
-    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].cpu().numpy().tobytes()))
+    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].contiguous().cpu().numpy().tobytes()))
 
 
 def proofs_of(data: Any) -> list[tuple[int, bool]]:
