@@ -7,8 +7,8 @@ batch is scored once more without replay, which the median over the steps leaves
 
 A rate of 0 leaves both with the same weights: they sample the same tokens, which is checked, and so do the same work; the
 optimizer does all of its own all the same. On a CPU the time is that of the processor, which other programs do not lengthen as
-they do a clock's; with a GPU it is the clock's. Other programs do slow a processor down that they share, so that pairs of steps
-differ: the figures of pages are those of a machine that did nothing else.
+they do a clock's; with a GPU it is the clock's. Other programs slow down a processor that they share, so that pairs of steps
+differ more on a loaded machine.
 """
 
 from __future__ import annotations
