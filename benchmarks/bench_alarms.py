@@ -10,7 +10,7 @@ and as missed if it is not raised in a run with one after its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import demo
-from mismatch_ext.alarms import AlarmState, Rule, watch
+from mismatch_ext.alarms import DEFAULTS, AlarmState, Rule, watch
 from mismatch_ext.demo import Policy
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.growth import Growth, grown
+from mismatch_ext.names import PREFIX
 
 STEPS, BEGINS, RESPONSES, SEEDS = 72, 32, 24, (0, 1, 2)
 SHARPEST = 4.0
@@ -45,6 +46,9 @@ CANDIDATES = (
     Rule(metric="log_odds_growth_low", above=2.0),
 )
 """The default alarms of the gap, and what could stand beside them or take their place. All wait for three logs in a row."""
+
+OF_GAP = ("logp_abs_diff_mean", "k3_kl", "k3_growth_low", "log_odds_growth_low")
+"""Metrics of the default alarms that a run here can raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +214,9 @@ def with_knife_edge(scored: Tensor, sampled: Tensor, draw: torch.Generator) -> T
     return changed
 
 
-def raised_at(rule: Rule, run: list[dict[str, float]]) -> list[int]:
-    """Return the steps at which a rule is raised over a run."""
-    rules = {rule.metric: Rule(metric=rule.metric, above=rule.above, logged=(rule.metric,))}
+def raised_at(candidates: Sequence[Rule], run: list[dict[str, float]]) -> list[int]:
+    """Return the steps at which one of some rules is raised over a run."""
+    rules = {rule.metric: Rule(metric=rule.metric, above=rule.above, logged=(rule.metric,)) for rule in candidates}
     state, steps = AlarmState(), []
     for step, metrics in enumerate(run):
         state, alarms = watch(state, metrics, rules, step)
@@ -221,23 +225,27 @@ def raised_at(rule: Rule, run: list[dict[str, float]]) -> list[int]:
 
 
 def row(
-    rule: Rule, clean: Mapping[Any, list[dict[str, float]]], faulty: Mapping[Any, list[dict[str, float]]]
+    name: str,
+    rules: Sequence[Rule],
+    clean: Mapping[Any, list[dict[str, float]]],
+    faulty: Mapping[Any, list[dict[str, float]]],
 ) -> dict[str, Any]:
-    """Return what one candidate finds."""
-    false = {run: raised_at(rule, steps) for run, steps in clean.items()}
-    found = {run: [step for step in raised_at(rule, steps) if step >= BEGINS] for run, steps in faulty.items()}
-    before = sum(any(step < BEGINS for step in raised_at(rule, steps)) for steps in faulty.values())
+    """Return what one candidate finds, or several of them together."""
+    false = {run: raised_at(rules, steps) for run, steps in clean.items()}
+    raised_in = {run: raised_at(rules, steps) for run, steps in faulty.items()}
+    found = {run: [step for step in steps if step >= BEGINS] for run, steps in raised_in.items()}
+    before = sum(any(step < BEGINS for step in steps) for steps in raised_in.values())
     delays = [steps[0] - BEGINS for steps in found.values() if steps]
     missed: dict[str, int] = {}
-    for (name, direction, _), steps in found.items():
+    for (fault, direction, _), steps in found.items():
         if not steps:
-            missed[f"{name}, {direction}"] = missed.get(f"{name}, {direction}", 0) + 1
+            missed[f"{fault}, {direction}"] = missed.get(f"{fault}, {direction}", 0) + 1
     raised: dict[str, int] = {}
-    for (name, direction, _), steps in false.items():
+    for (fault, direction, _), steps in false.items():
         if steps:
-            raised[f"{name}, {direction}"] = raised.get(f"{name}, {direction}", 0) + 1
+            raised[f"{fault}, {direction}"] = raised.get(f"{fault}, {direction}", 0) + 1
     return {
-        "name": f"{rule.metric} > {rule.above:g}",
+        "name": name,
         "false": sum(map(bool, false.values())),
         "of clean": len(false),
         "missed": sum(not steps for steps in found.values()),
@@ -269,4 +277,8 @@ def run() -> Iterator[dict[str, Any]]:
             }
             yield {"name": f"{name}, {direction}", f"at step {BEGINS} and {STEPS - 1}": by_metric}
     for rule in CANDIDATES:
-        yield row(rule, clean, faulty)
+        yield row(f"{rule.metric} > {rule.above:g}", [rule], clean, faulty)
+    defaults = [Rule(metric=name, above=DEFAULTS[PREFIX + name].above) for name in OF_GAP]
+    in_nats = [rule for rule in defaults if "log_odds" not in rule.metric]
+    yield row("defaults in nats", in_nats, clean, faulty)
+    yield row("defaults with growth in log-odds", defaults, clean, faulty)

@@ -92,7 +92,7 @@ def growth_of(gaps: tuple[float, ...], name: str) -> dict[str, float]:
 def replayed(logs: Sequence[Log]) -> tuple[Counter[str], int]:
     """Return how often each rule warns over the logs of a run, and how often it ends the run."""
     rules, state, window = rules_of(MonitorConfig(), TRL), AlarmState(), BadRowWindow()
-    gaps: dict[str, tuple[float, ...]] = {"k3": (), "weight_sync": ()}
+    gaps: dict[str, tuple[float, ...]] = {}
     warned: Counter[str] = Counter()
     ends = 0
     for step, log in enumerate(logs, 1):
@@ -100,10 +100,15 @@ def replayed(logs: Sequence[Log]) -> tuple[Counter[str], int]:
         window = window.after(step, bad, clean_runs.ROWS)
         ends += window.too_many(MonitorConfig().share_of_bad_rows) is not None
         metrics = dict(log)
-        for name, of in (("k3", "k3_kl"), ("weight_sync", "weight_sync_gap")):
-            gap = log.get(PREFIX + of)
+        log_odds = log.get(PREFIX + clean_runs.LOG_ODDS)
+        now = {
+            "k3": log.get(PREFIX + "k3_kl"),
+            "log_odds": None if log_odds is None else log_odds**2,
+            "weight_sync": log.get(PREFIX + "weight_sync_gap"),
+        }
+        for name, gap in now.items():
             if gap is not None:
-                gaps[name] = (*gaps[name], max(gap, GROWTH_FLOOR))[-GROWTH_WINDOW:]
+                gaps[name] = (*gaps.get(name, ()), max(gap, GROWTH_FLOOR))[-GROWTH_WINDOW:]
                 metrics |= growth_of(gaps[name], name)
         state, alarms = watch(state, metrics, rules, step)
         raised = [alarm for alarm in alarms if alarm.status == "raised"]

@@ -30,6 +30,7 @@ RECORDED = Path(__file__).with_name("clean_runs.json")
 STEPS, ROWS = 200, 32
 LEAST = 48
 """Fewer steps of a run are not kept: a choice, two blocks that are drawn."""
+LOG_ODDS = "log_odds_abs_diff_mean"
 UPDATE = "update"
 """Name under which a step has the verdict on its weight update."""
 GOOD, DOUBTFUL, CLEARLY_BAD = 0.0, 1.0, 2.0
@@ -86,7 +87,8 @@ def train(setting: str, seed: int, out: Path, steps: int) -> None:
 def watched(metric: str) -> bool:
     """Tell whether a rule of `false_alarms` looks at a metric; growth is computed there, from the gaps."""
     names = {name for rule in rules_of(MonitorConfig(), TRL).values() for name in rule.logged}
-    return metric in names or metric == WEIGHT_SYNC_GAP or metric.startswith(PREFIX + METRIC)
+    names |= {WEIGHT_SYNC_GAP, PREFIX + LOG_ODDS}
+    return metric in names or metric.startswith(PREFIX + METRIC)
 
 
 def columns(folder: Path) -> dict[str, Any]:

@@ -31,8 +31,7 @@ BACK = 0.8
 STALENESS = PREFIX + "staleness_max"
 """This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = PREFIX + "numerics/"
-GROWTH_LOW = PREFIX + "k3_growth_low"
-SYNC_GROWTH_LOW = PREFIX + "weight_sync_growth_low"
+GROWTH = frozenset(PREFIX + name for name in ("k3_growth_low", "log_odds_growth_low"))
 ANEW = "alarms_anew"
 """Name of the event that says which alarms a resumed run begins anew."""
 

@@ -196,26 +196,34 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         Metrics without prefix; empty if no token was counted.
     """
     s = {name: value.item() for name, value in sums.items() if value.dim() == 0}
-    n, m = s["mean_tokens"], s["mean_sequences"]
-    if not n:
-        return {}
     tokens, sequences = s["tokens"], s["sequences"]
+    if not tokens:
+        return {}
     metrics = {
         "tokens": tokens,
         "sequences": sequences,
-        "logp_abs_diff_mean": s["abs"] / n,
         "logp_abs_diff_max": s["max:abs"],
+        "k3_saturated_frac": s["saturated"] / tokens,
+        "seq_k3_saturated_frac": s["seq_saturated"] / sequences,
+        "seq_logp_abs_diff_max": s["max:seq_abs"],
+        **{f"f_{tau:g}": s[f"f_{tau:g}"] / tokens for tau in TAUS},
+        "log_ppl_diff_max": s["max:log_ppl_diff"],
+        "log_ppl_diff_min": -s["max:-log_ppl_diff"],
+        "rollout_probs_diff_max": s["max:p_abs"],
+        "support_truncated": float(support_truncated),
+    }
+    n, m = s["mean_tokens"], s["mean_sequences"]
+    if not n:  # each sequence of the sample was a bad row
+        return metrics
+    metrics |= {
+        "logp_abs_diff_mean": s["abs"] / n,
         "kl": -s["d"] / n,
         "k3_kl": s["k3"] / n,
         **_robust_k3(sums["block_k3"], sums["block_tokens"]),
         **({"log_odds_abs_diff_mean": s["log_odds_abs"] / s["unsure"]} if s["unsure"] else {}),
-        "k3_saturated_frac": s["saturated"] / tokens,
-        "seq_k3_saturated_frac": s["seq_saturated"] / sequences,
         "seq_kl": -s["seq"] / m,
         "seq_k3_kl": s["seq_k3"] / m,
         "seq_logp_abs_diff_mean": s["seq_abs"] / m,
-        "seq_logp_abs_diff_max": s["max:seq_abs"],
-        **{f"f_{tau:g}": s[f"f_{tau:g}"] / tokens for tau in TAUS},
         "ess_token": math.exp(2 * s["logsumexp:d"] - s["logsumexp:2d"]) / n,
         "ess_seq": math.exp(2 * s["logsumexp:seq"] - s["logsumexp:2seq"]) / m,
         "chi2_token": s["r_squared"] / n - 1,
@@ -226,13 +234,9 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         "rollout_log_ppl": s["rollout_log_ppl"] / m,
         "log_ppl_diff": s["log_ppl_diff"] / m,
         "log_ppl_abs_diff": s["log_ppl_abs_diff"] / m,
-        "log_ppl_diff_max": s["max:log_ppl_diff"],
-        "log_ppl_diff_min": -s["max:-log_ppl_diff"],
         "ppl_ratio": s["ppl_ratio"] / m,
         "rollout_probs_diff_mean": s["p_abs"] / n,
-        "rollout_probs_diff_max": s["max:p_abs"],
         "rollout_probs_pearson": _pearson(sums["moments:p"]),
-        "support_truncated": float(support_truncated),
     }
     if m < sequences:
         metrics |= {"mean_tokens": n, **_standard_errors(sums["moments:rows"], sequences)}

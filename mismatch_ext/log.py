@@ -67,6 +67,7 @@ class LogState:
     flushes: dict[str, int]
     created: int
     growth: Growth
+    log_odds_growth: Growth = field(default_factory=Growth)
     sync_growth: Growth = field(default_factory=Growth)
     bad_rows: BadRowWindow = field(default_factory=BadRowWindow)
     reasons_seen: dict[str, int] = field(default_factory=dict)
@@ -102,7 +103,14 @@ class RunLog:
         self.alarms = AlarmState()
         self.stopped: str | None = None
         self._looked = False
-        self._file = MetricsFile(run_dir, header=info, step=step, tell=self._tell, writes=ranks.rank == 0)
+        self._file = MetricsFile(
+            run_dir,
+            header=info,
+            step=step,
+            tell=self._tell,
+            writes=ranks.rank == 0,
+            begins_another=self._leave_earlier_run,
+        )
         self._sampling = SamplingSettings()
         self.sums = Accumulator(ranks)
         self._faults: dict[str, list[Fault]] = {}
@@ -110,7 +118,7 @@ class RunLog:
         self._bad_row_window = BadRowWindow()
         self._too_many: str | None = None
         self._flushes: dict[str, int] = {}
-        self._growth = self._sync_growth = Growth()
+        self._growth = self._log_odds_growth = self._sync_growth = Growth()
         self._of_probes: dict[str, float] = {}
         self.evidence: Evidence | None = None
         if ranks.rank == 0:
@@ -127,12 +135,13 @@ class RunLog:
         If its file cannot be created, the run goes on, and the next line tries again.
         """
         self._file.begin("training", resume_step)
-        earlier = self._file.earlier_files
-        if earlier:
-            set_aside(self.run_dir, earlier)
-            logger.warning("%s holds an earlier run; its files stay, and no report reads them.", self.run_dir)
         if self.evidence is not None:
             self.evidence.begin()
+
+    def _leave_earlier_run(self, files: int) -> None:
+        """Set the evidence of an earlier run aside, which has so many files in the folder."""
+        set_aside(self.run_dir, files)
+        logger.warning("%s holds an earlier run; its files stay, and no report reads them.", self.run_dir)
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
@@ -300,11 +309,17 @@ class RunLog:
             self._file.scatter(step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split)
 
     def _growth_of_gap(self, step: int, scalars: Mapping[str, float], of: str) -> dict[str, float]:
-        k3 = scalars.get(f"{of}k3_kl")
-        if k3 is None:
-            return {}
-        self._growth, growth = grown(self._growth, step, k3)
-        return {of + name: value for name, value in growth.items()}
+        """Return how much the gap has grown over the last logs, in nats and in log-odds; nothing where none was measured."""
+        found: dict[str, float] = {}
+        k3, log_odds = (scalars.get(of + name) for name in ("k3_kl", "log_odds_abs_diff_mean"))
+        if k3 is not None:
+            self._growth, growth = grown(self._growth, step, k3)
+            found |= growth
+        if log_odds is not None:
+            # Squared, it grows as k3 does, so that the same floor and the same bound hold.
+            self._log_odds_growth, growth = grown(self._log_odds_growth, step, log_odds**2, "log_odds")
+            found |= growth
+        return {of + name: value for name, value in found.items()}
 
     # A step.
 
@@ -435,6 +450,7 @@ class RunLog:
             flushes=dict(self._flushes),
             created=self.sums.created,
             growth=self._growth,
+            log_odds_growth=self._log_odds_growth,
             sync_growth=self._sync_growth,
             bad_rows=self._bad_row_window,
             reasons_seen=dict(self._reasons_seen),
@@ -448,7 +464,8 @@ class RunLog:
             log = from_json(LogState, state["log"], "log")
             self._flushes = dict(log.flushes)
             self.sums.created = log.created
-            self._growth, self._sync_growth = log.growth, log.sync_growth
+            self._growth, self._log_odds_growth = log.growth, log.log_odds_growth
+            self._sync_growth = log.sync_growth
             self._bad_row_window = log.bad_rows
             self._reasons_seen.update(log.reasons_seen)
         if state.get("monitor") is not None:

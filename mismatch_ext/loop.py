@@ -644,7 +644,9 @@ class Run:
                 **settings.bounds_of_tokens,
             )
         terms, biases = (values.view(mask.shape).masked_fill(~mask, 0.0) for values in found)
-        self._biases += torch.stack([biases.detach().double().sum(), mask.sum().double()]).cpu()
+        # A token without likely ones of the engine has no bias that could be measured.
+        known = mask & head_logprobs.isfinite().any(-1)
+        self._biases += torch.stack([biases.detach().double().sum(), known.sum().double()]).cpu()
         if not learns:
             return torch.zeros_like(batch.rollout_logprobs)
         of_token = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -903,6 +905,7 @@ class Run:
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["run"]["step"])
         self._pending.take()  # these metrics belong to steps that are undone
+        self._required = Required(self.block)  # and so do batches of which a verb is missing yet
         self._biases = torch.zeros_like(self._biases)
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)

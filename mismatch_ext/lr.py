@@ -490,7 +490,7 @@ def gap_statistics(sums: Sums) -> dict[str, float]:
 def numerics_statistics(sums: Sums) -> dict[str, float]:
     """Return the statistics of `drift_sums`, of the numerics alone because drift is not mismatch; no measurement if unknown."""
     metrics = gap_metrics(part(sums, "numerics"))
-    if not metrics:
+    if "k3_kl" not in metrics:
         return {"responses": 0.0}
     return {"mismatch_kl": metrics["k3_kl"], "f_tau": metrics[F_TAU]}
 
@@ -501,6 +501,6 @@ def leading_statistics(
     """Return what a trigger needs of a whole batch that was measured elsewhere; {} if that is nothing, or `gap` lacks it."""
     if trigger == "response_length":
         return length_statistics(length_sums(lengths, truncated))
-    if trigger in ("mismatch_kl", "f_tau") and gap:
+    if trigger in ("mismatch_kl", "f_tau") and "k3_kl" in gap:
         return {"mismatch_kl": gap["k3_kl"], "f_tau": gap[F_TAU]}
     return {}

@@ -183,6 +183,7 @@ class MetricsFile:
         step: Returns the number of finished optimizer steps.
         tell: Shows a warning to the user.
         writes: Whether this process writes; others only know which segment is open.
+        begins_another: Told, once the file of a training that resumes none is open, how many files of earlier runs there are.
     """
 
     def __init__(
@@ -193,13 +194,13 @@ class MetricsFile:
         step: Callable[[], int],
         tell: Callable[[str], None],
         writes: bool,
+        begins_another: Callable[[int], None],
     ) -> None:
         self.run_dir = run_dir
         self.open_segment: Segment | None = None
         """What the segment is that has not ended yet."""
-        self.earlier_files = 0
-        """How many files of earlier runs the folder holds, if the segment is a training that resumes none of them."""
         self._header, self._step, self._tell, self._writes = header, step, tell, writes
+        self._begins_another = begins_another
         self._file: SegmentFile | None = None
         self._resume_step: int | None = None
         self._first_segment: int | None = None  # of the run that the next training begins
@@ -212,7 +213,6 @@ class MetricsFile:
             self._file.close()
             self._file = None
         self.open_segment, self._resume_step = of, resume_step
-        self.earlier_files = 0
         if self._writes:
             with self._going_on():
                 self._opened()
@@ -276,8 +276,9 @@ class MetricsFile:
         )
         self._file = file
         if of == "training":
-            if self._resume_step is None:
-                self.earlier_files = file.segment if self._first_segment is None else self._first_segment
+            earlier = file.segment if self._first_segment is None else self._first_segment
+            if self._resume_step is None and earlier:
+                self._begins_another(earlier)
             self._first_segment = None
         elif self._first_segment is None:
             self._first_segment = file.segment  # an evaluation goes with the training that may follow

@@ -9,11 +9,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def has_amx() -> bool:
-    """Tell whether vLLM takes its AMX kernels here: bfloat16 alone for experts and latent attention."""
-    return torch.cpu._is_amx_tile_supported()
-
-
 def has_fp8_cache() -> bool:
     """Tell whether vLLM has kernels for an fp8 KV cache here: they are compiled for AVX-512 alone."""
     return torch.cpu._is_avx512_supported()

@@ -359,9 +359,38 @@ def multiplies_by_ratio(probe: Probe) -> None:
         probe.expect(weighed, unweighed * ratio, case, lost)
 
 
+def filters_policy_term(probe: Probe) -> None:
+    """A threshold leaves out the policy term of bad responses that are further off: the `opsm` preset sets it."""
+    mask = INPUTS["completion_mask"]
+    distance = ((OF_GRPO["sampling_per_token_logps"] - LOGPS) * mask).sum(1) / mask.sum(1)
+    near, middle, far = distance.sort().values.tolist()
+    good_and_bad = torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64)
+    for advantages in (-torch.ones_like(distance), good_and_bad):
+        for threshold in ((near + middle) / 2, (middle + far) / 2):
+            case: Case = {**UNWEIGHED, "inputs.advantages": advantages}
+            limited: Case = {**case, "off_policy_mask_threshold": threshold}
+            stays = (advantages >= 0) | (distance <= threshold)
+            wanted = probe.slopes(case).of_logps * stays[:, None]
+            lost = "leaves out the policy term of responses beyond off_policy_mask_threshold"
+            probe.expect(probe.slopes(limited).of_logps, wanted, limited, lost)
+
+
+def needs_no_ratio_when_off(probe: Probe) -> None:
+    """Without TRL's correction a batch has no ratio, and no token is weighed: a correction that is off relies on it."""
+    case: Case = {"vllm_importance_sampling_correction": False, "inputs.importance_sampling_ratio": None}
+    unweighed, slopes = probe.slopes(UNWEIGHED), probe.slopes(case)
+    probe.expect(slopes.of_logps, unweighed.of_logps, case, "leaves tokens alone if its own correction is off")
+
+
 PROPERTIES: dict[str, tuple[Callable[[Probe], None], ...]] = {
     "kl": (weighs_by_denominator, adds_kl),
-    "correction": (weighs_by_denominator, follows_ratio, multiplies_by_ratio),
+    "correction": (
+        weighs_by_denominator,
+        follows_ratio,
+        multiplies_by_ratio,
+        filters_policy_term,
+        needs_no_ratio_when_off,
+    ),
 }
 """What each section needs of GRPO's loss. The others change what is scored, and not what is made of it."""
 
@@ -396,8 +425,8 @@ def examine(
     if change is not None:
         return f"{change}; it reads {names}, which is new", None
     return None, (
-        f"The loss of trl {installed('trl')} reads {names}, which no tested version does. Without it, the loss still does what "
-        "this package relies on."
+        f"The loss of trl {installed('trl')} reads {names}, which no tested version does. What the loss does with it is not "
+        "known here, and was not looked at; without it, the loss does what this package relies on."
     )
 
 

@@ -174,7 +174,11 @@ class Centering:
         if settings is not None and section is not None:
             self.top_k, self._only_measured = section.top_k, section.only_measured
             self._bounds = settings.bounds_of_tokens
-        self._biases = torch.zeros(2, dtype=torch.float64)  # sum and number of this rank's tokens since the last log
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the biases that were measured since the last log."""
+        self._biases = torch.zeros(2, dtype=torch.float64)  # sum and number of this rank's tokens
 
     def check(self, *, stitches: bool) -> None:
         """Refuse completions that are made of several generations, whose heads are not joined."""
@@ -258,7 +262,7 @@ class Centering:
         if self.top_k is None:
             return {}
         total, count = self.run.ranks.sum(self._biases.to(self.trainer.accelerator.device)).tolist()
-        self._biases = torch.zeros_like(self._biases)
+        self.begin_anew()
         return {SAMPLER_BIAS: total / count} if count else {}
 
     def _slope(self) -> float:

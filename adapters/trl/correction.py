@@ -63,9 +63,12 @@ class CorrectionTerm:
         if settings.divergence is not None:
             self._of_batch = replace(self.settings, loss="reinforce", divergence=None)
         self._ranks = ranks
-        self._stopped = torch.zeros(
-            2, dtype=torch.float64
-        )  # tokens that a trust region stops, and all, since the last log
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was counted since the last log."""
+        # Tokens that a trust region or a rejection stops, and all.
+        self._stopped = torch.zeros(2, dtype=torch.float64)
 
     @property
     def reinforces(self) -> bool:
@@ -115,7 +118,7 @@ class CorrectionTerm:
         if self.settings.divergence is None:
             return {}
         stopped, tokens = self._ranks.sum(self._stopped).tolist()
-        self._stopped = torch.zeros_like(self._stopped)
+        self.begin_anew()
         return {"trust_region_frac": stopped / tokens} if tokens else {}
 
 

@@ -114,6 +114,11 @@ def _on_several_ranks(digests: set[int], ranks: Ranks) -> set[int]:
 
 def kl_loss(term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
     """Return what is added to TRL's per-token loss `[B, T]`, coefficient included."""
+    if term.config.has_baseline and BASELINE not in inputs:
+        raise ConfigError(
+            f"mismatch.kl needs {BASELINE!r} in each micro-batch, and it is gone: what you override makes the inputs of "
+            "_compute_loss anew. Keep the key, or use a kl setting without a leave-one-out baseline."
+        )
     # TRL leaves the old log-probabilities out where the policy is still the old one.
     old, rollout = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     return kl_terms(

@@ -90,7 +90,7 @@ class TrlRun(TrainerRun):
     reads_more: str | None = None  # a warning of what TRL's loss reads beside what is known
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
-        super().__init__(trainer, block, config.output_dir)
+        super().__init__(trainer, block, config)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
         self.centering = Centering(self, block)
@@ -539,4 +539,7 @@ class TrlRun(TrainerRun):
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
         self.objective.begin_anew()
+        self.centering.begin_anew()
+        if self.correction is not None:
+            self.correction.begin_anew()
         self._failing = 0

@@ -20,7 +20,7 @@ from enum import IntEnum, auto
 from statistics import median
 from typing import Any
 
-from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPPED, STALE_ABS_DIFF, built_in
+from mismatch_ext.alarms import GROWTH, HEALTHY_K3, PATIENCE, PHANTOM, SKIPPED, STALE_ABS_DIFF, built_in
 from mismatch_ext.closing import bad_rows, failed_checks, kept_events, replays, section, too_many_bad_rows
 from mismatch_ext.events import ALARM, NOTHING_TRAINED, WEIGHT_SYNC, WEIGHTS_MOVING, WEIGHTS_STILL
 from mismatch_ext.log_reading import EventRecord, RunData
@@ -388,7 +388,7 @@ def _alarm(run: RunData, events: Sequence[EventRecord], level: str) -> Finding:
         advice = f"look at what else changed at step {step}"
         return Finding(rank=Rank.EVENT, said=f"{span} {fact}", advice=advice, step=step, about_gap=True)
 
-    if rule.metric == GROWTH_LOW:
+    if rule.metric in GROWTH:
         # A log is out of bounds because of all those before it.
         span = f"by step {step}, and until step {last.step}," if is_over else f"by step {step}"
     said = f"{span} {rule.meaning}"

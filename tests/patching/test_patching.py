@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 
 from mismatch_ext import versions
 from mismatch_ext.errors import PatchDriftError, PatchError, UntestedVersionWarning
-from mismatch_ext.patching import MARKER, Patch, active_patches, applied, apply, described, digest_of, revert, verify
-from tests.patching.conftest import bang
+from mismatch_ext.patching import Patch, active_patches, applied, apply, described, digest_of, revert, verify
 
 TARGETS = ("greet", "Base.method", "Base.static", "Base.named", "Child.method", "Engine")
 
@@ -46,14 +44,6 @@ def test_a_symbol_is_replaced_in_its_own_kind_and_restored_to_the_very_object(up
     upstream.assert_same(before)
 
 
-def test_a_symbol_that_a_lazy_module_serves_is_taken_away_again(upstream: Any) -> None:
-    lazy = upstream.load("lazy")
-    before = upstream.snapshot()
-    with applied(upstream.patch("upst.lazy:late")):
-        assert lazy.late() == "!stock you" and upstream.core.greet() == "stock you"
-    upstream.assert_same(before)
-
-
 def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
     patch, before = upstream.patch("upst.core:greet"), upstream.snapshot()
     with pytest.raises(KeyError, match="inside"), applied(patch):
@@ -62,29 +52,6 @@ def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
         assert upstream.core.greet() == "!stock you" and upstream.core.Base().method() == "method"
         raise KeyError("inside")
     upstream.assert_same(before)
-    apply(patch)
-    assert getattr(upstream.core.greet, MARKER) == "upst/greet"
-    revert(patch)
-    upstream.assert_same(before)
-
-
-def test_blocks_of_several_threads_end_in_any_order(upstream: Any) -> None:
-    patch = upstream.patch("upst.core:greet")
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with applied(patch):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with applied(patch):
-        thread.start()
-        assert entered.wait(10)
-    assert upstream.core.greet() == "!stock you"
-    leave.set()
-    thread.join()
-    assert upstream.core.greet() == "stock you"
 
 
 def test_the_probe_is_asked_once_and_again_where_the_symbol_has_become_another(upstream: Any) -> None:
@@ -117,7 +84,6 @@ def raises(original: Any) -> Any:
 FAILURES: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "missing peer": ("upst.core:Engine.run", {"peer": "not-here"}, PatchError, "not-here is not installed"),
     "gone module": ("upst.moved:f", {}, PatchDriftError, "upst.moved:f is gone: there is no module upst.moved"),
-    "gone package": ("upst_moved.core:f", {}, PatchDriftError, "there is no module upst_moved"),
     "gone class": ("upst.core:Motor.run", {}, PatchDriftError, "upst.core has no Motor"),
     "gone method": ("upst.core:Engine.go", {}, PatchDriftError, "Engine has no go"),
     "probe": (
@@ -126,12 +92,10 @@ FAILURES: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         PatchDriftError,
         "1.2.0.* needs: it sings. Nothing",
     ),
-    "probe raises": ("upst.core:Engine.run", {"probe": raises}, PatchDriftError, "its probe raised ZeroDivisionError"),
     "make raises": ("upst.core:Engine.run", {"make": raises}, ZeroDivisionError, "here"),
     "same slot": ("upst.core:Base.method", {}, PatchError, "both patch upst.core:Base.method"),
     "read-only": ("upst.core:Stubborn.act", {}, AttributeError, "act is read-only"),
     "parent": ("upst.core:Base", {"make": louder}, PatchError, "does not resolve to the replacement"),
-    "broken module": ("upst.broken:f", {}, ModuleNotFoundError, "not_installed_anywhere"),
 }
 
 
@@ -152,18 +116,6 @@ def test_nothing_stays_patched_when_the_second_of_three_fails(upstream: Any, fai
     assert active_patches() == [] and upstream.core.Base().method() == "method"
     with applied(first, third):
         assert upstream.core.Base().method() == "!method"
-
-
-def test_nothing_is_written_before_all_are_probed_and_built(upstream: Any) -> None:
-    seen = []
-
-    def look(original: Any) -> Any:
-        seen.append((upstream.core.greet(), upstream.core.Base().method()))
-        return bang(original)
-
-    with applied(*(upstream.patch(f"upst.core:{target}", make=look) for target in ("greet", "Base.method"))):
-        pass
-    assert seen == [("stock you", "method")] * 2
 
 
 def test_a_patch_without_probe_and_effect_is_no_patch(upstream: Any) -> None:
@@ -248,9 +200,7 @@ def test_a_version_that_nobody_ran_is_patched_with_one_warning(upstream: Any, un
 def test_another_text_warns_with_its_digest_and_the_known_one_is_silent(upstream: Any, untold: None) -> None:
     with pytest.warns(UntestedVersionWarning, match="the text of upst.core:greet, ") as told:
         described(upstream.patch("upst.core:greet", texts=("0" * 16,)))
-    text = str(told[0].message)
-    assert text.endswith("is not one that was run; greetings are louder.")
-    known = text.partition("greet, ")[2].partition(",")[0]
+    known = str(told[0].message).partition("greet, ")[2].partition(",")[0]
     versions._TOLD.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -286,35 +236,25 @@ def test_descriptions_are_the_same_before_and_while_patches_are_in_place(upstrea
     with applied(*reversed(patches)) as rows:
         assert rows == active_patches() == before
     assert [row["name"] for row in rows] == ["upst/base_method", "upst/greet"]
-    assert rows[1] | {"digest": ""} == {
-        "name": "upst/greet", "target": "upst.core:greet", "peer": "upst", "version": "1.2.0+cpu", "digest": "",
-    }  # fmt: skip
     assert digest_of(rows) == digest_of(rows[::-1]) != digest_of(rows[:1])
 
 
-def test_a_digest_changes_with_what_it_stands_for_and_not_with_prose(upstream: Any, upstream_dir: Any) -> None:
-    def digest(target: str = "upst.core:greet", **changes: Any) -> str:
-        return described(upstream.patch(target, name="upst/greet", **changes))[0]["digest"]
-
-    def handled(make: Any, handler: Any) -> str:
-        return described(upstream.patch("upst.core:greet", make=make).calling(handler))[0]["digest"]
+def test_a_digest_changes_with_what_it_stands_for_and_not_with_prose(upstream: Any) -> None:
+    def digest(target: str = "upst.core:greet", handler: Any = None, **changes: Any) -> str:
+        patch = upstream.patch(target, name="upst/greet", **changes)
+        return described(patch if handler is None else patch.calling(handler))[0]["digest"]
 
     base = digest()
     assert digest(reason="Said in other words.", supports="==1.2.0") == base
     others = {
-        digest("upst.core:Base.method"), digest(make=added_nothing), digest("upst.core:Base.static"),
-        handled(answered, upper), handled(answered, title),
-        handled(add, (("dtype", "float16"),)), handled(add, (("dtype", "bfloat16"),)),
-    }  # fmt: skip
-    metadata = upstream_dir / "upst-1.2.0.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("1.2.0+cpu", "1.1.9"))
-    others.add(digest(make=louder) if digest() == base else digest())
-    assert len({base, *others}) == 9
-
-
-def test_a_replacement_calls_its_handler(upstream: Any) -> None:
-    with applied(upstream.patch("upst.core:greet", make=answered).calling(upper)):
-        assert upstream.core.greet() == "STOCK YOU"
+        digest("upst.core:Base.method"),
+        digest(make=added_nothing),
+        digest(make=answered, handler=upper),
+        digest(make=answered, handler=title),
+        digest(make=add, handler=(("dtype", "float16"),)),
+        digest(make=add, handler=(("dtype", "bfloat16"),)),
+    }
+    assert len({base, *others}) == 7
 
 
 # --- orders of importing and patching, in fresh processes ---
@@ -338,12 +278,10 @@ print(*(sys.modules[name].greet("me") if name in sys.modules else "-" for name i
 
 # A name that was imported by value keeps what it got: patches say so in `not_covered`.
 ORDERS = {
-    "patch": "!stock me | -",
     "by_value patch": "!stock me | stock me",
     "patch by_value": "!stock me | !stock me",
     "import patch revert by_value": "stock me | stock me",
     "patch patch revert": "!stock me | -",
-    "patch revert patch": "!stock me | -",
     "patch by_value revert": "stock me | !stock me",
 }
 

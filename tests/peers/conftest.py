@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models import tiny_model
 from tests.peers.conformance import readiness
-from tests.peers.scenarios import Forks, Ran, Run, Scenario, check_names, run_fresh
+from tests.peers.scenarios import Forks, Ran, Run, Scenario, run_fresh
 from tests.rendezvous import rendezvous
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -29,15 +29,6 @@ def nobodys_rank() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a scenario that no module defines before any test has run."""
-    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
-        try:
-            check_names(module)
-        except AttributeError as error:
-            raise pytest.UsageError(f"{module.__file__}: {error}") from error
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ and runs one with the fixture `run`: `run(scenarios.preset, model=dense, out=tmp
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import select
@@ -47,35 +46,19 @@ class Scenario:
         return self.name
 
 
-class Named:
-    """Stands for a scenario module: its attributes are the functions that its source defines."""
+class _Named:
+    """Stands for a scenario module: its attributes name the functions that a process looks up when it runs them."""
 
     def __init__(self, module: str) -> None:
         self._module = module
-        source = ROOT / f"{module.replace('.', '/')}.py"
-        tree = ast.parse(source.read_text(encoding="utf-8"), source)
-        self._functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
     def __getattr__(self, name: str) -> Scenario:
-        if name.startswith("__") or name not in self._functions:
-            raise AttributeError(f"{self._module} has no function {name!r}; it has {sorted(self._functions)}.")
         return Scenario(self._module, name)
 
 
-named = Named
-
-
-def check_names(module: Any) -> None:
-    """Ask every `Named` of a test module for each function that the module's source takes from it.
-
-    Raises:
-        AttributeError: A scenario module has no such function.
-    """
-    known = {name: value for name, value in vars(module).items() if isinstance(value, Named)}
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8")) if known else ast.Module([], [])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
-            getattr(known[node.value.id], node.attr)
+def named(module: str) -> Any:
+    """Return what stands for a scenario module in a process that has not imported it."""
+    return _Named(module)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from examples.arithmetic.task import make_dataset
 RUNS: dict[str, list[str]] = {
     "clean": [],
     "fault": ["--sampling", "temperature=0.9"],
-    "live_dtype": ["--engine-arg", "dtype=float32"],
     "stale_decode": [],
     "wrong_layer": [],
 }

@@ -18,7 +18,6 @@ from unittest.mock import patch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.vllm import weights
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic.shipped import FOLDER
 
@@ -28,12 +27,8 @@ RUNS: dict[str, list[str]] = {
     "exact": ["--dtype", "float32", "--exact"],
     "lost": [],
     "temperature": ["--sampling", "temperature=0.9"],
-    "tied": ["--dtype", "float32"],
     "stale head": ["--dtype", "float32"],
 }
-
-TIED = ("tied", "stale head")
-"""The runs of a model whose output head is tied to the embeddings."""
 
 
 def without_a_layer(engine: VllmEngine, model: Any) -> None:
@@ -41,16 +36,6 @@ def without_a_layer(engine: VllmEngine, model: Any) -> None:
     weights.update_weights(
         engine._llm, [(name, w) for name, w in model.named_parameters() if "layers.2.mlp" not in name]
     )
-
-
-def with_tied_head(out: Path) -> Path:
-    """Save the shipped model with the embeddings as its output head."""
-    model = AutoModelForCausalLM.from_pretrained(FOLDER / "dense")
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(FOLDER / "dense").save_pretrained(out)
-    return out
 
 
 def planted(name: str) -> AbstractContextManager[Any]:
@@ -67,10 +52,14 @@ def gated(out: str, names: list[str], model: str | None = None, more: Sequence[s
     found = {}
     for name in names:
         log, figures = Path(out) / f"{name}.txt", Path(out) / name / "gate.json"
-        folder = model
-        if folder is None:
-            folder = with_tied_head(Path(out) / name / "model") if name in TIED else FOLDER / "dense"
-        words = ["gate", "--model", str(folder), "--prompts", "examples/doctor/prompts.jsonl", "--quick"]
+        words = [
+            "gate",
+            "--model",
+            model or str(FOLDER / "dense"),
+            "--prompts",
+            "examples/doctor/prompts.jsonl",
+            "--quick",
+        ]
         words += ["--engine-arg", "max_model_len=256", "--max-tokens", "64", "--json", str(figures)]
         with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed), planted(name):
             status = cli.main([*words, *RUNS[name], *more])

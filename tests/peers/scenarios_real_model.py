@@ -1,4 +1,4 @@
-"""`Run`, the gate's engine and the doctor on a real vocabulary with a tied head, each in one process."""
+"""The doctor on a real vocabulary with a tied head, in one process."""
 
 from __future__ import annotations
 
@@ -9,136 +9,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.transformers import TrainedModel
-from mismatch_ext.adapters.vllm import Rollout, weights
-from mismatch_ext.adapters.vllm.doctor import VllmEngine
-from mismatch_ext.adapters.vllm.probes import score_tokens
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule_with_warmup
-
-from mismatch_ext import MismatchConfig, Run, SamplingSettings
-from tests.oracle import float32_error, logprobs
-
-BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
-
-
-@dataclass
-class Looks:
-    """Compares an engine with the trainer's model after each update, on tokens that neither has chosen.
-
-    Args:
-        model: The trainer's model, in float32.
-        score: Returns the engine's log-probabilities `[N, T-1]` of tokens `[N, T]` after the first.
-
-    Attributes:
-        found: For each look, the mean gap over this model's own float32 rounding on the same tokens, how far the policy has
-            moved since the look before in the same unit, and the names of the tensors that have not changed since.
-    """
-
-    model: nn.Module
-    score: Callable[[Tensor], Tensor]
-    found: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        vocabulary = self.model.config.vocab_size
-        self._tokens = torch.randint(3, vocabulary, (4, 24), generator=generator)
-        self._everywhere = torch.ones_like(self._tokens)
-        self._remember()
-
-    def _remember(self) -> None:
-        self._scores = self._own_scores()
-        self._before = {name: values.detach().clone() for name, values in self.model.named_parameters()}
-
-    def _own_scores(self) -> Tensor:
-        self.model.eval()
-        return logprobs(self.model, self._tokens, self._everywhere).double()
-
-    def look(self) -> None:
-        """Note what the last update came to."""
-        own = self._own_scores()
-        rounding = float32_error(self.model, self._tokens, self._everywhere, self._everywhere)
-        same = [name for name, values in self.model.named_parameters() if torch.equal(values, self._before[name])]
-        self.found.append(
-            {
-                "gap": float((self.score(self._tokens) - own).abs().mean()) / rounding,
-                "moved": float((own - self._scores).abs().mean()) / rounding,
-                "same": same,
-            }
-        )
-        self._remember()
-
-
-def without_packed_heads(plant: bool) -> Any:
-    """Leave the engine's packed copy of the output head as it was, if a fault is to be planted."""
-    return patch.object(weights, "repack_tied_heads", lambda model: None) if plant else nullcontext()
-
-
-def updated_by_run(model: str, out: str, updates: int, stale_head: bool = False) -> dict[str, Any]:
-    """Train some steps with `Run`, and compare engine and trainer after each of its weight updates.
-
-    Args:
-        model: Folder of the model.
-        out: Folder of the run.
-        updates: Number of steps, each with an update.
-        stale_head: Plant a fault: updates do not reach the head that the engine computes with.
-    """
-    block = MismatchConfig.parse(BLOCK | ({"monitor": {"weight_sync": "off"}} if stale_head else {}))
-    rollout = Rollout.launch(
-        model, block, SamplingSettings(), max_new_tokens=8, max_model_len=64, gpu_memory_utilization=0.1, seed=0
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    scheduler = get_constant_schedule_with_warmup(optimizer, 0)
-    trainer = TrainedModel(policy, optimizer, scheduler, tokenizer=tokenizer)
-    prompts = [tokenizer(f"What is {n} + {n}?").input_ids for n in range(4)]
-    statuses = []
-    with Run(block, trainer, rollout, out).start() as run, without_packed_heads(stale_head):
-        looks = Looks(policy, rollout.score)
-        for _ in range(updates):
-            batch = run.batch(rollout.generate(prompts))
-            sampled = run.score(batch)
-            run.measure(batch, old=sampled.detach())
-            run.step(sampled[batch.response_mask].mean())
-            verdict = run.send()
-            statuses.append(None if verdict is None else verdict.status)
-            run.log()
-            looks.look()
-    rollout.shutdown()
-    return {"looks": looks.found, "statuses": statuses}
-
-
-def updated_by_gate(model: str, updates: int) -> dict[str, Any]:
-    """Move every tensor and send all to the gate's engine, some times, and compare both sides after each update.
-
-    Args:
-        model: Folder of the model.
-        updates: Number of updates.
-    """
-    engine = VllmEngine(model, dtype="float32", arguments={"max_model_len": 64})
-    try:
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        looks = Looks(policy, lambda tokens: score_tokens(engine._llm, tokens.tolist()))
-        generator = torch.Generator().manual_seed(2)
-        for _ in range(updates):
-            with torch.no_grad():
-                for values in policy.parameters():
-                    values.add_(0.02 * values.std() * torch.randn(values.shape, generator=generator))
-            engine.update(policy)
-            looks.look()
-    finally:
-        engine.shutdown()
-    return {"looks": looks.found}
 
 
 def diagnosed(model: str, out: str, sampling: str) -> dict[str, Any]:

@@ -53,8 +53,26 @@ def batch(seed: int, *, empty: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return old - gap, old, mask
 
 
-def compare(verl: Any, config: Any, settings: ResolvedCorrection, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check weights, mask, and all metrics that both compute."""
+def spiked(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `batch` with differences up to 1e4 on either side at a few tokens."""
+    rollout, old, mask = batch(seed, empty=seed % 2 == 0)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for tensor in (rollout, old):
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.03] = -(10.0 ** (1.5 + 2.5 * (seed % 5) / 4))
+    return rollout, old, mask
+
+
+def compare(
+    verl: Any,
+    config: Any,
+    settings: ResolvedCorrection,
+    rollout: Tensor,
+    old: Tensor,
+    mask: Tensor,
+    *,
+    rel: float = 1e-5,
+) -> None:
+    """Check weights, mask, and all metrics that both compute; where verl's exponentials overflow, ours are finite."""
     proto, kept, metrics = verl.compute_rollout_correction_and_rejection_mask(
         old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, config.rollout_is_batch_normalize,
         config.rollout_rs, config.rollout_rs_threshold,
@@ -63,10 +81,12 @@ def compare(verl: Any, config: Any, settings: ResolvedCorrection, rollout: Tenso
     assert torch.equal(ours.mask, kept.bool())
     if proto is not None:
         theirs = proto.batch["rollout_is_weights"].double()
-        assert torch.allclose(ours.weights.double(), theirs, rtol=1e-6, atol=1e-9)
+        assert torch.allclose(ours.weights.double(), theirs, rtol=1e-6, atol=rel * 1e-4)
     for name, (mine, value) in shared(ours, rollout, old, mask, metrics).items():
-        # verl divides by the number of tokens plus 1e-8, and takes differences of means.
-        assert mine == pytest.approx(value, rel=1e-5, abs=1e-7), name
+        assert math.isfinite(mine), name
+        if abs(value) < 1e250:  # ours saturate at e^600, about 1e260
+            # verl divides by the number of tokens plus 1e-8, and takes differences of means.
+            assert mine == pytest.approx(value, rel=rel, abs=1e-7), name
 
 
 def shared(
@@ -96,6 +116,7 @@ def test_preset_equals_verls_own_function(verl: Any, name: str) -> None:
     assert (settings.mode == "bypass") == config.bypass_mode and settings.loss == config.loss_type
     for seed in range(20):
         compare(helper, config, settings, *batch(seed, empty=seed % 4 == 0))
+        compare(helper, config, settings, *spiked(seed), rel=1e-4)
 
 
 def rules_of(names: str, thresholds: Any) -> dict[str, Interval]:
@@ -125,66 +146,6 @@ def test_every_rejection_rule_equals_verls(verl: Any, rules: str, thresholds: An
         )  # fmt: skip
         for seed in range(20):
             compare(helper, config, settings, *batch(seed))
-
-
-def test_off_policy_mask_is_trls() -> None:
-    from trl import GRPOTrainer
-
-    settings = PRESETS["opsm"]
-    dropped = 0
-    for seed in range(20):
-        rollout, old, mask = batch(seed)
-        current = (
-            old - 0.7 * torch.rand(old.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
-        )
-        advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
-        theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], current, rollout, mask.double(), 0.5)
-        ours = correct(
-            old_logprobs=old,
-            rollout_logprobs=rollout,
-            response_mask=mask,
-            config=settings,
-            logprobs=current,
-            advantages=advantages,
-        ).mask
-        assert torch.equal(ours, mask & theirs.bool())
-        dropped += int((theirs == 0).sum())
-    assert 0 < dropped < 240
-
-
-def spiked(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `batch` with differences up to 1e4 on either side at a few tokens."""
-    rollout, old, mask = batch(seed, empty=seed % 2 == 0)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for tensor in (rollout, old):
-        tensor[torch.rand(tensor.shape, generator=generator) < 0.03] = -(10.0 ** (1.5 + 2.5 * (seed % 5) / 4))
-    return rollout, old, mask
-
-
-@pytest.mark.parametrize("name", VERL)
-def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -> None:
-    """Every metric that verl itself can represent is compared; where its exponentials overflow, ours are finite."""
-    helper, configs = verl
-    config = getattr(configs, name)()
-    settings = dataclasses.replace(PRESETS[name], compat=QUIRKS)
-    compared = 0
-    for seed in range(20):
-        rollout, old, mask = spiked(seed)
-        proto, kept, metrics = helper.compute_rollout_correction_and_rejection_mask(
-            old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, False, config.rollout_rs,
-            config.rollout_rs_threshold,
-        )  # fmt: skip
-        ours = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
-        assert torch.equal(ours.mask, kept.bool())
-        if proto is not None:
-            theirs = proto.batch["rollout_is_weights"].double()
-            assert torch.allclose(ours.weights.double(), theirs, rtol=1e-6, atol=1e-8)
-        for key, (found, value) in shared(ours, rollout, old, mask, metrics).items():
-            assert math.isfinite(found), (seed, key)
-            if abs(value) < 1e250:  # ours saturate at e^600, about 1e260
-                compared += 1
-                assert found == pytest.approx(value, rel=1e-4, abs=1e-7), (seed, key)
-    assert compared > 20 * 5
 
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])

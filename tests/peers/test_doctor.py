@@ -8,19 +8,16 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from mismatch_ext.adapters import cli
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.doctor import REMEDIES, Sample, read_rollouts
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
-from mismatch_ext.errors import ConfigError, EngineError, RecordError
+from mismatch_ext.doctor import REMEDIES, Sample
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
 
@@ -42,47 +39,29 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run: Run, tmp_path: Path) -> None:
     found = run(scenarios.examined, out=str(tmp_path)).expect()
     clean, fault = found["clean"], found["fault"]
-    assert clean["status"] == 0 and clean["verdict"] == "clean" and clean["causes"] == [], clean["printed"]
-    assert "Clean" in clean["printed"] and str(tmp_path / "clean/doctor.json") in clean["printed"]
-    assert fault["status"] == 1 and fault["verdict"] == "explained", fault["printed"]
+    assert (clean["status"], clean["verdict"], clean["causes"]) == (0, "clean", []), clean["printed"]
+    assert (fault["status"], fault["verdict"]) == (1, "explained"), fault["printed"]
     (cause,) = fault["causes"]
-    assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
-    assert cause["status"] == "confirmed" and "to fix temperature:" in fault["printed"]
+    assert (cause["key"], cause["status"]) == ("temperature", "confirmed") and abs(cause["parameter"] - 0.9) < 0.005
+    assert "to fix temperature:" in fault["printed"]
     # What the engine says of itself needs no list: a decode with other weights than the prefill's.
-    rungs = {rung["name"]: rung for rung in clean["rungs"] if rung["side"] == "engine"}
-    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE]["mean"] < clean["gap"]["logp_abs_diff_mean"], rungs
-    assert "engine's own noise" in clean["seconds"] and clean["largest"]["parts"]
-    assert SAMPLED_AGAIN in {rung["name"] for rung in fault["rungs"]}
+    rungs = {rung["name"]: rung["mean"] for rung in clean["rungs"] if rung["side"] == "engine"}
+    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE] < clean["gap"]["logp_abs_diff_mean"], rungs
     stale = found["stale_decode"]
-    assert [cause["key"] for cause in stale["causes"]] == ["decode_path"], stale["printed"]
-    assert stale["status"] == 1 and stale["causes"][0]["status"] == "measured" and "--enforce-eager" in stale["printed"]
-    # One dtype, whichever option gave it: rounding is judged in the dtype that the engine computes in.
-    live = found["live_dtype"]
-    assert live["verdict"] == "clean" and live["gap"]["logp_abs_diff_mean"] < 1e-5, live["printed"]
-    run_dtypes = live["run"]["dtype"], live["run"]["trainer_dtype"], live["engine_dtype"]
-    assert run_dtypes == ("float32", "float32", "float32") and "dtype" not in live["run"]["arguments"]
-    # Nor does what each block says of the engine's own input.
+    assert [(cause["key"], cause["status"]) for cause in stale["causes"]] == [("decode_path", "measured")]
     # Attention and MLP of each of the four layers, and the head.
-    assert len(clean["blocks"]) == 9 and "no block stands out" in clean["printed"], clean["printed"]
+    assert len(clean["blocks"]) == 9
     wrong = found["wrong_layer"]
     most = max(wrong["blocks"], key=lambda block: block["error"] / block["own"])
-    assert (most["layer"], most["kind"]) == (2, "mlp") and not stale["causes"][1:], wrong["printed"]
-    assert "block by block, largest at layer 2, mlp" in wrong["printed"] and wrong["status"] == 3, wrong["printed"]
+    assert (most["layer"], most["kind"], wrong["status"]) == (2, "mlp", 3), wrong["printed"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "{tmp}/none"], ["--model", "none cannot be loaded"]),
-        (["--prompts", "{tmp}/none"], ["--prompts", "none cannot be read"]),
-        (["--prompts", "{tmp}/empty.txt"], ["holds no prompt"]),
         (["--prompts", "{tmp}/wrong.jsonl"], ["line 3", '"prompt_ids"']),
-        (["--dtype", "bf16"], ["--dtype: 'bf16' is not allowed", "Did you mean 'bfloat16'"]),
-        (["--sampling", "top_p"], ["--sampling: 'top_p' is not of the form KEY=VALUE"]),
         (["--temperature", "0"], ["--temperature: 0.0 is not allowed"]),
-        (["--temperature", "nan"], ["--temperature: nan is not allowed"]),
-        (["--responses", "1"], ["--responses: 1 is not allowed; allowed: >= 2"]),
-        (["--seed", "-1"], ["--seed: -1 is not allowed"]),
         (["--prompts", "{tmp}/beyond.jsonl"], ["--prompts: token id 99 is beyond the vocabulary"]),
         (["--model", "{tmp}/damaged"], ["--model", "damaged cannot be loaded as a causal language model"]),
     ],
@@ -90,7 +69,6 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
 def test_what_cannot_be_examined_is_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "1+1="}\n\n{"text": "1+1="}\n')
     (tmp_path / "beyond.jsonl").write_text('{"prompt_ids": [3, 99]}\n')
     shutil.copytree(FOLDER / "dense", tmp_path / "damaged")
@@ -100,37 +78,6 @@ def test_what_cannot_be_examined_is_one_line(
     assert cli.main(["doctor", *plain, *given]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(word in err for word in words), err
-
-
-def test_a_log_says_the_dtype_of_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = {"prompt_ids": [3, 12, 4, 13], "response_ids": [5, 1], "rollout_logprobs": [-0.5, -0.01]}
-    log = tmp_path / "rollouts.jsonl"
-    log.write_text(f"{json.dumps(line | {'provenance': {'dtype': 'float32'}})}\n" * 4, encoding="utf-8")
-    asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
-    assert cli.main(asked) in (1, 3)  # explained or not
-    run = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["run"]
-    assert (run["dtype"], run["trainer_dtype"]) == ("float32", "float32")
-    assert cli.main([*asked, "--dtype", "bfloat16"]) == 2
-    assert "give --dtype float32" in capsys.readouterr().err
-
-
-def test_a_log_says_the_trainers_temperature_and_another_trainer_is_not_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = {"prompt_ids": [3, 12, 4, 13], "response_ids": [5, 1], "rollout_logprobs": [-0.5, -0.01]}
-    line |= {"trainer_logprobs": [-0.5, -0.02], "provenance": {"dtype": "float32", "sampling": {"temperature": 0.8}}}
-    log = tmp_path / "rollouts.jsonl"
-    log.write_text(f"{json.dumps(line)}\n" * 4, encoding="utf-8")
-    asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
-    for more, temperature, said in (
-        ([], 0.8, "temperature 0.8, the log's"),
-        (["--temperature", "1"], 1, "temperature 1, by --temperature; the log was sampled at 0.8"),
-    ):
-        assert cli.main([*asked, *more]) == 3
-        written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
-        assert written["run"]["temperature"] == temperature and written["verdict"] == "other_trainer"
-        table = capsys.readouterr().out
-        assert said in table and "Not judged: --model scores" in table and "  trl " not in table
 
 
 @pytest.mark.parametrize(
@@ -163,75 +110,10 @@ def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
 def test_no_two_responses_draw_with_the_same_noise() -> None:
     from mismatch_ext.adapters.vllm.doctor import seeded
     from vllm import SamplingParams
-    from vllm.v1.engine.parallel_sampling import ParentRequest
 
     each = seeded(SamplingParams(n=3, seed=5), 4)
-    seeds = []
-    for params in each:
-        parent = ParentRequest.__new__(ParentRequest)
-        parent.sampling_params, parent.cached_child_sampling_params = params, None
-        seeds += [parent._get_child_sampling_params(index).seed for index in range(3)]
-    assert seeds == list(range(5, 17)), "vLLM seeds response i of a request by seed + i"
-    assert [params.seed for params in seeded(SamplingParams(n=3), 2)] == [None, None]
-
-
-def test_ranks_without_a_place_are_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-    from mismatch_ext.adapters.vllm import doctor
-
-    given: dict[str, object] = {}
-
-    def refuse(*_: object, **asked: object) -> None:
-        given.update(asked)
-        # As vLLM's CPU workers do, of verl's default of two ranks on a machine with one NUMA node.
-        raise AssertionError("Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers.")
-
-    monkeypatch.setattr(vllm, "LLM", refuse)
-    with pytest.raises(EngineError, match=r"Not enough allowed NUMA nodes.*one rank"):
-        doctor.VllmEngine(str(FOLDER / "dense"), dtype="bfloat16")
-    # On a CPU vLLM would ask for nearly all memory, and refuse to start where that is not free.
-    assert 0 < float(str(given["gpu_memory_utilization"])) <= 0.5
-
-
-@pytest.mark.parametrize(("lengths", "blocks"), [([100, 600, 127, 128], 1 + 5 + 1 + 2), ([5], 512 // 128 + 1)])
-def test_a_cpu_engines_cache_holds_the_sample_and_at_most_half_of_what_is_free(
-    lengths: list[int], blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import psutil
-    from mismatch_ext.adapters.vllm.doctor import KEPT, memory_for
-
-    folder, asked = str(FOLDER / "dense"), {"dtype": "float32"}
-    # Keys and values of 4 layers with 2 heads of 32 numbers, in blocks of 128 tokens; one block is never used.
-    needed = (KEPT * blocks + 1) * 128 * 2 * 4 * 2 * 32 * 4
-    assert memory_for(folder, asked, lengths) == {"kv_cache_memory_bytes": needed}
-    assert memory_for(folder, {"dtype": "bfloat16"}, lengths) == {"kv_cache_memory_bytes": needed // 2}
-    assert "gpu_memory_utilization" in memory_for(folder, asked, [])
-    little = psutil.virtual_memory()._replace(available=2 * needed - 2)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    assert "gpu_memory_utilization" in memory_for(folder, asked, lengths)
-
-
-@pytest.mark.parametrize(
-    ("error", "ours", "said"),
-    [
-        (ValueError("The prompt is too long"), ConfigError, r"The prompt is too long.*max_model_len"),
-        (RuntimeError("width of 4"), EngineError, r"with RuntimeError: width of 4; try this model in vLLM alone"),
-    ],
-)
-def test_what_vllm_refuses_or_fails_of_a_request_is_an_error_of_ours(
-    error: Exception, ours: type[Exception], said: str
-) -> None:
-    from mismatch_ext.adapters.vllm import doctor
-    from vllm import SamplingParams
-
-    class Refusing:
-        def generate(self, *_: object, **__: object) -> None:
-            raise error
-
-    engine = doctor.VllmEngine.__new__(doctor.VllmEngine)
-    engine._llm = Refusing()  # type: ignore[assignment]
-    with pytest.raises(ours, match=said):
-        engine._generated([{"prompt_token_ids": [1]}], SamplingParams())
+    # vLLM seeds response i of a request by seed + i.
+    assert [params.seed for params in each] == [5, 8, 11, 14]
 
 
 def flags(lines: list[str]) -> set[str]:
@@ -295,44 +177,3 @@ def test_every_setting_for_trl_is_trls() -> None:
         assert set(found) <= known, line
         if "mismatch" in found:
             assert MismatchConfig.parse(found["mismatch"])
-
-
-def test_verls_own_dump_is_named(tmp_path: Path) -> None:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-    RayPPOTrainer._write_generations(["1+1="], ["2"], ["2"], [1.0], {}, str(tmp_path), 1)
-    with pytest.raises(RecordError, match="rollout_data_dir or validation_data_dir, which holds texts alone"):
-        read_rollouts(tmp_path / "1.jsonl")
-
-
-def test_the_dump_of_verls_v1_trainer_is_named(tmp_path: Path) -> None:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    PPOTrainer._write_generations(["1+1="], ["2"], ["2"], [1.0], {"uid": ["a_0_0"]}, str(tmp_path), 1)
-    with pytest.raises(RecordError, match="rollout_data_dir or validation_data_dir, which holds texts alone"):
-        read_rollouts(tmp_path / "1.jsonl")
-
-
-def test_trls_own_completions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from collections import defaultdict
-
-    import transformers
-    from trl import GRPOTrainer
-    from trl.trainer import grpo_trainer
-
-    # What it does beside writing: the metrics' log of its base class, and the console's table.
-    monkeypatch.setattr(transformers.Trainer, "log", lambda *_: None)
-    monkeypatch.setattr(grpo_trainer, "is_rich_available", lambda: False)
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    trainer.model = torch.nn.Linear(1, 1)
-    trainer._metrics = {"train": defaultdict(list)}
-    trainer.accelerator = SimpleNamespace(is_main_process=True)
-    trainer.log_completions, trainer.state = True, SimpleNamespace(global_step=1)
-    trainer.args = SimpleNamespace(report_to=[], output_dir=str(tmp_path))
-    trainer._logs = {
-        "prompt": ["1+1="], "completion": ["2"], "rewards": {"right": [1.0]}, "extra": {}, "advantages": [0.0], "images": []
-    }  # fmt: skip
-    (tmp_path / "completions").mkdir()
-    trainer.log({})
-    with pytest.raises(RecordError, match="as TRL's log_completions writes it, which holds texts alone"):
-        read_rollouts(tmp_path / "completions/completions_00001.parquet")

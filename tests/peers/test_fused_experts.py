@@ -12,10 +12,8 @@ from tests.oracle import expect_float32
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
-    from tests.peers import scenarios_gate
     from tests.peers.trl import scenarios_training
 else:
-    scenarios_gate = named("tests.peers.scenarios_gate")
     scenarios_training = named("tests.peers.trl.scenarios_training")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
@@ -31,9 +29,3 @@ def test_mixtral_trains_with_routes_in_trl(run: Run, mixtral: Path, tmp_path: Pa
     found = run(scenarios_training.train, model=mixtral, out=tmp_path, block=block).expect()
     assert (found["verdict"], found["weight_version"]) == ("in_sync", 3)
     expect_float32(found["history"], found["float32_errors"])
-
-
-def test_a_gate_admits_mixtral(run: Run, mixtral: Path, tmp_path: Path) -> None:
-    few = ["--responses", "8", "--max-tokens", "16"]
-    found = run(scenarios_gate.gated, out=str(tmp_path), names=["float32"], model=mixtral, more=few).expect()
-    assert found["float32"]["status"] == 0, found["float32"]["page"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mismatch_ext.adapters import cli
 
-from examples.arithmetic.shipped import FOLDER
-from tests.commands import shell
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -23,7 +19,6 @@ def check(found: dict[str, Any], admitted: dict[str, bool]) -> None:
     for name, passes in admitted.items():
         page = found[name]["page"]
         assert found[name]["status"] == (0 if passes else 1) and found[name]["passes"] == passes, page
-        assert len(page.splitlines()) <= 60
 
 
 @pytest.mark.engine
@@ -40,32 +35,3 @@ def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperatu
     assert "first block that differs: layer 2, mlp" in found["lost"]["page"], found["lost"]["page"]
     assert found["temperature"]["failed"] == ["error of the engine in units of rounding"]
     assert "weights: sent 2 times to an engine that started with made-up ones" in found["bfloat16"]["page"]
-
-
-@pytest.mark.engine
-@pytest.mark.numeric
-def test_a_gate_admits_a_tied_head_and_names_one_that_updates_do_not_reach(run: Run, tmp_path: Path) -> None:
-    admitted = {"tied": True, "stale head": False}
-    found = run(scenarios.gated, out=str(tmp_path), names=list(admitted)).expect()
-    check(found, admitted)
-    # Attention and MLP of each of the four layers, and the head.
-    assert "| blocks that differ, of 9 | 0 |" in found["tied"]["page"]
-    assert "| blocks that differ, of 9 | 1 |" in found["stale head"]["page"]
-    assert "first block that differs: output head (" in found["stale head"]["page"]
-
-
-def test_a_gate_of_no_batches_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompts.txt").write_text("1+1=\n")
-    words = ["gate", "--model", str(FOLDER / "dense"), "--prompts", str(tmp_path / "prompts.txt"), "--batches", "0"]
-    assert cli.main(words) == 2 and "--batches: 0 is not allowed; allowed: >= 1" in capsys.readouterr().err
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_the_benchmark_of_a_gpu_records_the_gates_figures(tmp_path: Path) -> None:
-    shell(f"python -m benchmarks.gpu --device cpu --quick --parts gate --out {tmp_path}")
-    rows = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["figures"]["gate"]
-    limited = [row for row in rows if "at most" in row]
-    assert limited and all(0 <= row["measured"] <= row["at most"] for row in limited)
-    page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert all(f"| dense | {row['figure']} | {row['measured']:.3g} |" in page for row in rows)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
 
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.rollout import EngineAnswer, Origins, SamplingSettings
-from mismatch_ext.routing.trace import RoutingTrace, expect_weights
-from tests.unit.test_routing_trace import trace
+from mismatch_ext.routing.trace import expect_weights
 
 READING = EngineReading(
     engine="vllm",
@@ -53,13 +50,6 @@ def test_weights_that_no_engine_had_are_refused(
         origins.check([("a", 3, 3), ("b", first, last)], older=True)
 
 
-def version_by_row(found: RoutingTrace) -> Tensor:
-    versions = torch.empty(found.rows, dtype=torch.int64)
-    for first, version in found.versions:
-        versions[first:] = version
-    return versions
-
-
 def test_older_routes_are_taken_and_newer_refused() -> None:
     assert expect_weights((1, 3), 3, "a", older=True) == 1
     assert expect_weights((3, 3), 3, "a") == 3
@@ -69,9 +59,3 @@ def test_older_routes_are_taken_and_newer_refused() -> None:
             expect_weights(span, 3, "a", older=older)
     with pytest.raises(RoutingError, match="nobody says which weights"):
         expect_weights(None, 3, "a")
-
-
-def test_versions_of_rows_follow_a_trace_that_is_cut() -> None:
-    own = trace(rows=6, versions=((0, 1), (2, 4), (5, 7)))
-    assert version_by_row(own).tolist() == [1, 1, 4, 4, 4, 7]
-    assert torch.equal(version_by_row(own.slice(1, 6)), version_by_row(own)[1:6])

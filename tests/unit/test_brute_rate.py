@@ -31,8 +31,6 @@ STEPS = 50
 SCHEDULES: Mapping[str, Callable[[Optimizer], Any]] = {
     "none": lambda _: None,
     "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "multiplicative": lambda o: schedules.MultiplicativeLR(o, lambda _: 0.95),
-    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
     "step": lambda o: schedules.StepLR(o, 3, 0.5),
     "cosine": lambda o: schedules.CosineAnnealingLR(o, STEPS),
     "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 5),
@@ -45,10 +43,6 @@ SCHEDULES: Mapping[str, Callable[[Optimizer], Any]] = {
     "chained": lambda o: schedules.ChainedScheduler(
         [schedules.ConstantLR(o, 0.1, 3), schedules.ExponentialLR(o, 0.9)], optimizer=o
     ),
-    "linear": lambda o: schedules.LinearLR(o, 0.1, 1.0, 5),
-    "polynomial": lambda o: schedules.PolynomialLR(o, STEPS),
-    "multistep": lambda o: schedules.MultiStepLR(o, [2, 5, 6], 0.3),
-    "constant": lambda o: schedules.ConstantLR(o, 0.5, 4),
 }
 
 

@@ -85,7 +85,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize(("noise", "bias"), [(0.02, 0.0), (0.3, 0.0), (0.1, 1.0)])
+@pytest.mark.parametrize(("noise", "bias"), [(0.3, 0.0), (0.1, 1.0)])
 def test_an_advantage_that_says_nothing_moves_nothing(name: str, noise: float, bias: float) -> None:
     """The pull towards the sampler is 0 with centering, and is not without."""
     for seed in range(3):
@@ -114,25 +114,6 @@ def test_the_rest_of_the_update_is_the_covariance(name: str) -> None:
                 away = weights[place, token] * scores[token] - mean_score
                 expected[place] -= chances[answer] * (reward - baseline) * away
     torch.testing.assert_close(tree.update(weight, centered=True), expected, atol=1e-12, rtol=1e-9)
-
-
-def test_weights_remove_bias_and_centering_removes_the_pull() -> None:
-    """They are different quantities: centering leaves nearly all of the bias that weights remove."""
-    biases = {"none": 0.0, "tis": 0.0, "sc": 0.0, "sc+tis": 0.0}
-    pulls = dict(biases)
-    for seed in range(5):
-        tree = Tree.drawn(seed, 0.3)
-        true = tree.true_update()
-        for name in biases:
-            weight = TIS if "tis" in name else UNWEIGHTED
-            found = tree.update(weight, centered="sc" in name)
-            biases[name] += float((found - true).norm() / true.norm()) / 5
-            pulls[name] += float(tree.update(weight, centered="sc" in name, constant=True).norm()) / 5
-    assert biases["tis"] < biases["none"]
-    assert biases["sc+tis"] < biases["sc"]
-    assert abs(biases["sc"] - biases["none"]) < abs(biases["tis"] - biases["none"])
-    assert pulls["tis"] < pulls["none"] / 10
-    assert max(pulls["sc"], pulls["sc+tis"]) < 1e-9
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -174,14 +155,6 @@ def test_the_bias_is_the_norm_of_the_terms_gradient(name: str) -> None:
     found = sampler_bias(logits=logits, **given)  # type: ignore[arg-type]
     torch.testing.assert_close(found, leaf.grad.norm(dim=-1), atol=1e-12, rtol=1e-9)
     assert float(found[~mask].abs().sum()) == 0
-
-
-def test_equal_policies_give_nothing() -> None:
-    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    head_logprobs, head_ids = logits.log_softmax(-1).topk(8, dim=-1)
-    mask = torch.ones(3, dtype=torch.bool)
-    found = sampler_bias(logits=logits, head_ids=head_ids, head_logprobs=head_logprobs, response_mask=mask)
-    assert float(found.max()) < 1e-5
 
 
 def test_a_head_with_fewer_tokens_is_filled_up() -> None:

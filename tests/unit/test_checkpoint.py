@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -33,10 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ("text", "found"),
     [
         ("", "it is no JSON"),
-        ('{"schema": 2, "kl"', "it is no JSON"),
-        ("[]", r"holds \[\]; .* reads a JSON object of schema 2"),
         ("null", "holds None; .* reads a JSON object of schema 2"),
-        ("{}", "holds {}; .* reads a JSON object of schema 2"),
         ('{"schema": 9, "lr": null}', "holds {'schema': 9, 'lr': None}; .* reads a JSON object of schema 2"),
     ],
 )
@@ -70,36 +66,6 @@ def test_changed_settings_are_named_with_both_values() -> None:
     assert "mismatch.lr" not in said and said.endswith("The present ones hold from here on.")
 
 
-GIVEN: dict[str, dict[str, Any]] = {
-    "precision": {"dtype": "float16"},
-    "correction": {"preset": "icepop"},
-    "kl": {"coef": 0.1},
-    "routing": {"mode": "R3"},
-    "sampling_mask": {},
-    "lr": {},
-}
-
-
-def test_every_section_that_is_given_or_taken_out_is_named() -> None:
-    sections = {field.name for field in dataclasses.fields(MismatchConfig)} - {"level", "monitor"}
-    assert set(GIVEN) == sections
-    for name, section in GIVEN.items():
-        there, gone = block(**{name: section}), block()
-        assert f"mismatch.{name} was given and is absent" in str(changed_settings(there, gone))
-        assert f"mismatch.{name} was absent and is given" in str(changed_settings(gone, there))
-
-
-def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
-    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"default_alarms": False}})
-    assert present is not None
-    saved = block(kl={"coef": 0.1}, lr={"period": 5})
-    assert changed_settings(saved, present.to_dict()) is None
-    del saved["kl"]["ratio"]  # a key that came later, or went
-    saved["kl"]["gone"] = 1
-    assert changed_settings(saved, present.to_dict()) is None
-    assert changed_settings(None, present.to_dict()) is None
-
-
 @state
 class Example:
     coef: float
@@ -111,20 +77,16 @@ class Example:
 def test_a_state_comes_back_from_json() -> None:
     value = Example(coef=0.1, steps=3, lengths=(1.0, 2.5))
     assert from_json(Example, json.loads(json.dumps(to_json(value))), "kl") == value
-    assert dataclasses.replace(value, steps=4).steps == 4
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
         ({"coef": "x"}, "kl.coef: Input should be a valid number"),
-        ({"coef": True}, "kl.coef: Input should be a valid number"),
         ({"coef": float("nan")}, "kl.coef: Input should be a finite number"),
         ({"coef": 1.0, "steps": 1.5}, "kl.steps: Input should be a valid integer"),
-        ({"coef": 1.0, "lengths": [1.0, None]}, "kl.lengths.1: Input should be a valid number"),
         ({}, "kl.coef: Field required"),
         ({"coef": 1.0, "gone": 2}, "kl.gone: Unexpected keyword argument"),
-        ([1.0], "kl: Input should be an object"),
     ],
 )
 def test_a_state_of_other_types_is_refused_by_field(data: Any, sentence: str) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models import tiny_mixtral, tiny_model
+from tests.models import tiny_mixtral
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,6 @@ def test_experts_are_split_before_their_trainer_frees_them(mixtral: Path) -> Non
     assert all(torch.equal(values, saved[name]) for name, values in sent.items())
 
 
-def test_a_model_whose_names_are_its_checkpoints_is_sent_as_it_comes(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("dense", tmp_path), dtype=torch.float32)
-    sent = list(under_checkpoint_names(model, model.named_parameters()))
-    assert all(
-        name == own and values is parameter
-        for (name, values), (own, parameter) in zip(sent, model.named_parameters(), strict=True)
-    )
-
-
 def test_the_base_model_of_an_adapter_has_the_same_names(mixtral: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
     plain = [(name, values.detach()) for name, values in model.named_parameters()]
@@ -64,8 +55,3 @@ def test_parameters_whose_values_are_on_other_ranks_are_known_by_their_shapes(mi
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     assert dict(under_checkpoint_names(model, whole)).keys() == saved.keys()
-
-
-def test_other_modules_keep_their_names() -> None:
-    layer = nn.Linear(2, 2)
-    assert dict(under_checkpoint_names(layer, layer.named_parameters())).keys() == {"weight", "bias"}

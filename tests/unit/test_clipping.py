@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
-from mismatch_ext.sums import merged
 
 
-@pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4)])
+@pytest.mark.parametrize("low, high", [(0.2, 0.28), (3e-4, 4e-4)])
 def test_stopped_tokens_are_those_without_gradient(low: float, high: float) -> None:
     """By autograd through PPO's own expression."""
     generator = torch.Generator().manual_seed(0)
@@ -43,32 +40,3 @@ def test_of_sequences_the_mean_of_a_response_is_clipped() -> None:
     advantages = torch.tensor([1.0, -1.0])
     assert clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask)["stopped"] == 1
     assert clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask, sequences=True)["stopped"] == 0
-    assert (
-        clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask, low=0.1, high=0.1, sequences=True)[
-            "stopped"
-        ]
-        == 4
-    )
-
-
-def test_parts_add_up() -> None:
-    generator = torch.Generator().manual_seed(1)
-    trainer, engine = torch.randn(2, 8, 5, generator=generator)
-    advantages, mask = torch.randn(8, generator=generator), torch.rand(8, 5, generator=generator) > 0.3
-    whole = clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask)
-    parts = [
-        clip_sums(trainer=trainer[s], engine=engine[s], advantages=advantages[s], mask=mask[s])
-        for s in (slice(0, 3), slice(3, 8))
-    ]
-    assert clip_metrics(merged(*parts)) == pytest.approx(clip_metrics(whole))
-
-
-def test_what_has_no_tokens_has_no_figure() -> None:
-    """Padding is not read: it may hold anything."""
-    trainer = torch.full((1, 2), math.nan)
-    found = clip_metrics(clip_sums(trainer=trainer, engine=trainer, advantages=torch.ones(1), mask=torch.zeros(1, 2)))
-    assert all(math.isnan(value) for value in found.values())
-    up_alone = clip_sums(
-        trainer=torch.zeros(1, 2), engine=torch.zeros(1, 2), advantages=torch.ones(1), mask=torch.ones(1, 2)
-    )
-    assert math.isnan(clip_metrics(up_alone)["advantage_gap"])

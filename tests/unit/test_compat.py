@@ -17,7 +17,7 @@ from mismatch_ext.adapters import compat
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, SeamError, UntestedVersionWarning
-from mismatch_ext.seams import FEATURES, Claim, Host, Refusal, Seam, examine, exists, survey, table
+from mismatch_ext.seams import Claim, Host, Refusal, Seam, examine, exists, survey, table
 from mismatch_ext.versions import PEERS, Peer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,13 +64,10 @@ def upst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     "claim",
     [
         exists("upst.engine"),
-        exists("upst.engine:FLAG"),
         exists("upst.engine:Engine.dtype"),  # a field without a default is no attribute of its class
         exists("upst.engine:Engine.inherited", "a"),
         exists("upst.engine:Engine.loss", "model", "inputs"),
-        exists("upst.engine:Engine.steps", "fn", "y"),
         exists("upst.broken:Anything"),  # not loaded, but there
-        exists("upst.sub:Anything"),
     ],
     ids=lambda claim: claim.target,
 )
@@ -82,22 +79,14 @@ def test_a_claim_that_holds(upst: Any, claim: Claim) -> None:
 @pytest.mark.parametrize(
     ("claim", "found"),
     [
-        (exists("upst.engine:Other"), "upst.engine:Other is not there."),
         (exists("upst.engine:Engine.other"), "upst.engine:Engine.other is not there."),
         (exists("upst.gone:Other"), "there is no module upst.gone."),
-        (exists("not_there_at_all.gone"), "there is no module not_there_at_all.gone."),
-        (exists("upst.engine:Engine.steps", "y"), "upst.engine:Engine.steps takes (fn, y), not y."),
         (exists("upst.engine:Engine.loss", "inputs"), "upst.engine:Engine.loss takes (model, inputs), not inputs."),
     ],
     ids=lambda value: getattr(value, "target", None),
 )
 def test_what_was_found_in_the_place_of_a_claim_is_said(upst: Any, claim: Claim, found: str) -> None:
     assert claim.change() == found
-
-
-def test_modules_that_are_not_loaded_are_imported_where_that_is_asked(upst: Any) -> None:
-    assert exists("upst.broken:Anything").change(importing=True) == "importing upst.broken raised OSError: no such"
-    assert exists("upst.sub:Anything").change(importing=True) == "upst.sub:Anything is not there."
 
 
 def seam(name: str, features: tuple[str, ...], target: str, *params: str, where: tuple[str, ...] = ()) -> Seam:
@@ -127,10 +116,7 @@ def asked(**sections: Any) -> tuple[str, ...]:
     [
         ("FLAG", {"routing": {"mode": "R3"}}, set(), "mismatch.routing.mode='R3'"),
         ("FLAG", {"routing": {"mode": "R2"}, "lr": {}}, set(), None),
-        ("Engine", {"kl": {}, "lr": {}}, set(), "mismatch.kl: "),
         ("Engine", {"correction": {"preset": "tis"}, "kl": {}}, set(), "mismatch.kl and mismatch.correction"),
-        ("Engine", {"precision": {"dtype": "float16"}, "lr": {}}, set(), None),
-        ("Base", {"lr": {}}, set(), "the mismatch block: "),
         ("plain", {"lr": {}}, {"vllm"}, None),
         ("plain", {"lr": {}}, {"vllm", "cpu"}, "the mismatch block: "),
     ],
@@ -147,10 +133,7 @@ def test_a_change_refuses_the_features_that_need_it_and_no_other(
         examine(SEAMS, asked(**sections), using)
     message = str(refusal.value)
     assert message.startswith(named) and "upst 1.4.0 has changed upst/" in message, message
-    assert "https://upst/x.py" in message
-    assert "pip install upst==1.4.0" in message and message.endswith("Nothing was started.")
-    section = named.removeprefix("mismatch.").partition(".")[0].partition(":")[0].partition(" ")[0]
-    assert f"Remove {section}" in message or section == "the"
+    assert "pip install upst==1.4.0" in message
 
 
 @pytest.fixture
@@ -163,16 +146,6 @@ def checked(upst: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
         return compat.check(["upst"], asked(**sections), {"vllm"})
 
     return check
-
-
-def test_a_version_that_nobody_ran_is_one_warning_with_the_number_of_seams(checked: Callable[..., Any]) -> None:
-    with pytest.warns(UntestedVersionWarning) as told:
-        assert checked("1.5.0", kl={}) == {"upst": "1.5.0"}
-        checked("1.5.0", kl={})
-        versions.require("upst")
-    assert [str(warning.message) for warning in told] == [
-        "untested with upst 1.5.0; the 2 seams in use hold, and what they do is checked at run time."
-    ]
 
 
 def test_a_version_that_was_run_is_checked_without_a_word_and_refused_all_the_same(
@@ -206,10 +179,6 @@ def test_every_declared_seam_is_named_once_and_says_what_it_is_for() -> None:
     declared = compat.declared()
     names = [seam.name for seam in declared]
     assert len(names) == len(set(names)) > 20
-    for one in declared:
-        assert one.peer in PEERS and one.what and one.claims and one.checked, one.name
-        assert one.upstream.startswith("https://"), one.name
-        assert all(any(f"{name}.".startswith(f"{own}.") for name in FEATURES) for own in one.features), one.name
 
 
 def test_all_modules_of_the_installed_peers_are_there() -> None:
@@ -222,24 +191,6 @@ def test_all_modules_of_the_installed_peers_are_there() -> None:
         "verl",
     }
     assert not [peer["changed"] for peer in found["peers"].values() if peer["changed"]]
-
-
-def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
-    hosts = compat.installed_environment()["hosts"]
-    for host, feature, why in (
-        ("TRL RLOO + vLLM", "correction", "the trainer's loss"),
-        ("TRL GRPO + vLLM server", "sampling_mask", "a server's answers"),
-        ("verl Megatron + vLLM", "precision", "from other settings"),
-    ):
-        assert hosts[host][feature].startswith("Refused by name: ") and why in hosts[host][feature]
-        assert hosts["TRL GRPO + vLLM"][feature] is None
-
-
-def test_features_of_the_table_are_those_that_blocks_ask_for() -> None:
-    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {"preset": "tis"}, "kl": {}}
-    sections |= {"monitor": {}, "sampling_mask": {}}
-    both = {feature for mode in ("R2", "R3") for feature in asked(**sections, routing={"mode": mode})}
-    assert both == set(FEATURES) >= {refusal.feature for refusal in compat.refusals()}
 
 
 # The table.
@@ -255,16 +206,6 @@ def test_the_table_says_what_is_there_and_why_the_rest_does_not_work(upst: Any) 
     assert {name for name, reason in one.items() if reason} == {"lr", "kl", "correction", "routing.R2", "routing.R3"}
     assert one["lr"] == "Refused by name: it is slow. Buy another."
     assert found["peers"]["upst"]["changed"] == {"upst/loss": "upst.engine:Engine.loss is not there."}
-    assert "3 of 4" in text and "mismatch.kl: upst/loss: upst.engine:Engine.loss is not there." in text
-    assert "precision            found" in text and "Their names are checked when a run starts" in text
-    assert "precision            holds" in table(survey(SEAMS, (), HOSTS, importing=True))
-
-
-def test_a_host_with_a_peer_below_its_floor_can_nothing(upst: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_version_of", lambda name: "1.0" if name == "upst" else None)
-    found = survey(SEAMS, (), HOSTS[:1])
-    assert all("outside the supported range" in (reason or "") for reason in found["hosts"]["one"].values())
-    assert "refused (accepted: >=1.2.0)" in table(found)
 
 
 def test_the_command_imports_no_peer() -> None:
@@ -275,9 +216,3 @@ def test_the_command_imports_no_peer() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rsplit("loaded:", 1)[1].split() == []
-
-
-def test_the_command_is_a_module_too() -> None:
-    command = [sys.executable, "-m", "mismatch_ext", "compat", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and json.loads(done.stdout)["peers"]["trl"], done.stderr

@@ -16,7 +16,6 @@ from mismatch_ext.ranks import ONE_PROCESS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "token": {"preset": "decoupled_geo_rs_token_tis"},
-    "plain": {"preset": "decoupled_token_is"},
     "sequence": {"preset": "decoupled_seq_is_rs"},
     "normalized": {"level": "sequence", "upper": 100.0, "normalize": True},
     "masked": {"preset": "icepop", "veto": 0.5},
@@ -50,6 +49,10 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return rollout, old, mask
 
 
+def corrected(rollout: Tensor, old: Tensor, mask: Tensor, settings: Any) -> dict[str, float]:
+    return correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).metrics
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
     settings = resolve(CorrectionConfig(**SETTINGS[name]))
@@ -57,25 +60,17 @@ def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
     ranks, merged = Adding(), {}
     # The second of the three ranks has no token at all.
     for part in (slice(0, 9), slice(0, 0), slice(9, 12)):
-        found = (
-            correct(
-                old_logprobs=old[part], rollout_logprobs=rollout[part], response_mask=mask[part], config=settings
-            ).metrics
-            if part.stop
-            else {}
-        )
+        found: dict[str, float] = {}
+        if part.stop:
+            found = corrected(rollout[part], old[part], mask[part], settings)
         ranks.rank += 1
         merged = metrics_over_ranks(found, mask[part], settings, ranks)
-    whole = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).metrics
+    whole = corrected(rollout, old, mask, settings)
     expected = {key: whole[key] for key in LOGGED if key in whole}
     assert len(expected) >= (2 if name == "rejected" else 7)
     assert merged == pytest.approx(expected, rel=1e-6, abs=1e-9)
     # One process logs what the correction itself says.
     assert metrics_over_ranks(whole, mask, settings, ONE_PROCESS) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-def test_ranks_without_a_token_log_nothing() -> None:
-    assert metrics_over_ranks({}, torch.zeros(2, 3), resolve(CorrectionConfig(preset="tis")), ONE_PROCESS) == {}
 
 
 def test_the_table_of_metrics_has_all_of_them() -> None:

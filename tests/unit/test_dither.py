@@ -47,22 +47,6 @@ def test_updates_below_half_a_step_reach_the_engine_by_their_share(cells: object
     assert followed(dither(weight, cells, generator)) == pytest.approx(0.25, abs=0.03)  # type: ignore[arg-type]
 
 
-def test_weights_between_the_grids_points_stay_as_they_are() -> None:
-    """A checkpoint that was never rounded is spread already."""
-    generator = torch.Generator().manual_seed(2)
-    cells = FloatCells(torch.bfloat16)
-    weight = masters(generator, cells, on=False)
-    between = cells.held(weight) != weight
-    spread = dither(weight, cells, generator)
-    assert between.float().mean() > 0.9 and torch.equal(spread[between], weight[between])
-
-
-def test_the_noise_is_the_generators() -> None:
-    weight = FloatCells(torch.bfloat16).held(torch.randn(8, 8, generator=torch.Generator().manual_seed(3)))
-    first, second = (dither(weight, IntegerCells(4), torch.Generator().manual_seed(4)) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_masters_as_coarse_as_the_engine_are_refused() -> None:
     with pytest.raises(ValueError, match="torch.bfloat16 have no values between"):
         dither(torch.zeros(2, 2, dtype=torch.bfloat16), FloatCells(torch.bfloat16))

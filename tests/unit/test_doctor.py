@@ -28,10 +28,10 @@ from mismatch_ext.doctor import (
     report,
 )
 from mismatch_ext.doctor.diagnose import ANOTHER
-from mismatch_ext.doctor.evidence import distance, split
+from mismatch_ext.doctor.evidence import distance
 from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.doctor.logits import LogitTable
-from mismatch_ext.doctor.tokens import TokensTest, judge_ends, judge_tokens
+from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.rollout import SamplingSettings
 
@@ -83,6 +83,12 @@ def drawn(
     return sample, scores
 
 
+def scores_of(scores: Scores, kept: np.ndarray) -> Scores:
+    """Return the scores of some of the tokens."""
+    logits = scores.logits[torch.from_numpy(kept)]
+    return replace(scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=logits)
+
+
 def nucleus(p: float) -> Callable[[Tensor], Tensor]:
     def change(z: Tensor) -> Tensor:
         best, at = z.softmax(-1).sort(-1, descending=True)
@@ -123,9 +129,8 @@ HEADED = 0.4
         (1.0, HEADED, "float32", "the trainer's head"),
         (1.0, 1.0, "", None),
         (HEADED, HEADED, "float32", None),
-        # Finer than a head alone can make it: another dtype than was said, or no rounding at all.
+        # Finer than a head alone can make it.
         (0.1, 1.0, "", None),
-        (0.8, 1.0, "", None),
     ],
 )
 def test_a_head_in_float32_on_one_side_is_named_by_the_sizes_of_errors(
@@ -139,31 +144,6 @@ def test_a_head_in_float32_on_one_side_is_named_by_the_sizes_of_errors(
     assert found.verdict == ("clean" if name is None else "explained")
     if name is not None:
         assert found.causes[0].said.startswith(name) and found.causes[0].status == "measured"
-
-
-@pytest.mark.parametrize(
-    ("engine_head", "told"), [("float32", ""), ("bfloat16", "float32"), ("bfloat16", ""), (None, "")]
-)
-def test_a_head_on_one_side_is_noted_by_what_both_sides_say_where_its_error_is_too_small_to_be_named(
-    engine_head: str | None, told: str
-) -> None:
-    sample, scores = drawn()
-    _, other = drawn(trainer_rounding=0.8 * ROUNDING)
-    scores = replace(scores, headed=other.trainer, trainer_head=told, engine_dtype="bfloat16", trainer_dtype="bfloat16")
-    evidence = gather(sample, scores)
-    found = conclude(evidence)
-    evidence.engine_head = engine_head
-    noted = conclude(evidence)
-    alike = other.trainer if engine_head == "float32" else scores.own
-    gaps = [f"{np.abs(sample.engine - side).mean():.2e}" for side in (scores.trainer, alike)]
-    one_sided = (engine_head == "float32") != (told == "float32")
-    assert found.verdict == noted.verdict == "clean"
-    if not one_sided:
-        assert noted == found
-        return
-    exact = "engine" if engine_head == "float32" else "trainer"
-    (note,) = noted.notes[len(found.notes) :]
-    assert note.startswith(f"the {exact}'s head computes in float32") and all(gap in note for gap in gaps)
 
 
 PLANTED = {
@@ -189,22 +169,6 @@ def test_a_planted_setting_is_named_with_its_value(key: str) -> None:
     json.dumps(found.data(), allow_nan=False)
 
 
-def test_a_penalty_on_counts_is_named_with_its_value() -> None:
-    sample, scores = drawn()
-    made = torch.Generator().manual_seed(5)
-    rows = []
-    for response, z in zip(sample.responses, scores.logits.view(RESPONSES, LENGTH, -1), strict=True):
-        counts = torch.zeros(LENGTH, VOCABULARY)
-        for at in range(1, LENGTH):
-            counts[at] = counts[at - 1]
-            counts[at, response[at - 1]] += 1
-        noisy = z + ROUNDING * torch.randn(z.shape, generator=made)
-        said = (noisy - 0.27 * counts).log_softmax(-1)
-        rows.append(tuple(said[range(LENGTH), response].tolist()))
-    (cause,) = diagnose(replace(sample, logprobs=tuple(rows)), scores).causes
-    assert cause.key == "frequency_penalty" and cause.parameter == pytest.approx(0.27, abs=0.01)
-
-
 def test_rows_of_padding_and_reported_logits_are_named() -> None:
     padded = diagnose(*drawn(reported=lambda z: torch.cat([z, torch.zeros(len(z), 40)], -1)))
     assert padded.causes[0].key == "padded_vocabulary" and padded.causes[0].parameter == pytest.approx(40, abs=4)
@@ -221,35 +185,21 @@ def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_pr
     told = tried(evidence, "sampling", 9.0, evidence.explained.error)
     (cause,) = told.causes
     assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
-    assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
-    assert told.largest is not None and {"logit_scale"} == {*told.largest.parts} & {"logit_scale", "temperature"}
-    assert told.mended[0].measured == 0 and told.mended[0].predicted > 0.8
+    assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01)
 
 
 def test_responses_that_end_otherwise_are_seen() -> None:
-    sample, scores = drawn()
-    kept = np.full(len(sample.tokens), True)
-    rows = [list(row) for row in sample.responses]
-    for row in rows:
-        row[:] = [*(token if token != 3 else 4 for token in row[:-1]), 3]
-    sound = replace(sample, responses=tuple(map(tuple, rows)))
-    assert judge_ends(sound, (3,)) == () and judge_ends(sample, ()) == ()
-    rows[2][5] = 3
-    (said,) = judge_ends(replace(sample, responses=tuple(map(tuple, rows))), (3,))
+    sample, _ = drawn()
+    ended = tuple((*(4 if token == 3 else token for token in row[:-1]), 3) for row in sample.responses)
+    sound = replace(sample, responses=ended)
+    assert judge_ends(sound, (3,)) == ()
+    assert judge_ends(sample, ()) == ()
+    going_on = replace(sample, responses=((*ended[0][:5], 3, *ended[0][6:]), *ended[1:]))
+    (said,) = judge_ends(going_on, (3,))
     assert said.startswith("1 responses go on after an end")
-    masks = list(sample.masks)
-    masks[2] = (True,) * 6 + (False,) * (LENGTH - 6)
-    assert judge_ends(replace(sample, responses=tuple(map(tuple, rows)), masks=tuple(masks)), (3,)) == ()
-    short = {
-        name: (getattr(sound, name)[0][:9], *getattr(sound, name)[1:]) for name in ("responses", "masks", "logprobs")
-    }
-    cut, kept[9:LENGTH] = replace(sound, **short), False
-    (said,) = judge_ends(cut, (3,))
-    assert "do not end by [3]" in said
-    part = replace(
-        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
-    )
-    assert said in diagnose(cut, replace(part, end_tokens=(3,))).notes
+    cut_off = replace(sample, responses=((*ended[0][:-1], 4),) * 20 + ended[20:])
+    (said,) = judge_ends(cut_off, (3,))
+    assert said.startswith("20 responses (25%) are cut at 30 tokens")
 
 
 @pytest.mark.parametrize(
@@ -276,14 +226,6 @@ def test_another_temperature_is_told_from_log_probabilities_before_it_by_the_tok
     assert remedy("temperature", 0.7).trl == "temperature: 0.7"
 
 
-@pytest.mark.parametrize(("asked", "key"), [(0.97, "raw_logprobs"), (1.0, "temperature")])
-def test_where_the_tokens_cannot_tell_a_temperature_it_is_the_one_that_was_asked_for(asked: float, key: str) -> None:
-    sample, scores = drawn(lambda z: z / 0.97, reported=lambda z: z, temperature=0.97)
-    assert judge_tokens(LogitTable.of(sample, scores.logits, 0.97)).drawn_at(1 / 0.97) is None
-    found = diagnose(sample, scores, asked=asked)
-    assert [cause.key for cause in found.causes] == [key] and len(found.causes[0].ties) == 1, report(found)
-
-
 def drift(logits: Tensor, size: float) -> Tensor:
     """Return an error that nothing on the list makes."""
     made = torch.Generator().manual_seed(3)
@@ -304,12 +246,6 @@ def test_a_fault_of_few_tokens_is_not_clean() -> None:
     assert found.left > 1.3 and found.verdict == "unexplained", report(found)
 
 
-def test_a_large_error_that_is_not_on_the_list_is_not_named_by_its_tokens() -> None:
-    found = diagnose(*drawn(extra=lambda z: drift(z, 1.5)))
-    assert abs(found.tokens_test.z) > 5 and not found.causes and found.verdict == "unexplained", report(found)
-    json.dumps(found.data(), allow_nan=False)
-
-
 def changed_model(sample: Sample, scores: Scores, size: float) -> Cause:
     """Return the cause that the engine's weights are others: it predicts what `drift` makes."""
     tokens = torch.from_numpy(sample.tokens)[:, None]
@@ -323,7 +259,7 @@ def changed_model(sample: Sample, scores: Scores, size: float) -> Cause:
     )
 
 
-@pytest.mark.parametrize("x", [1.07, 1.0, 30.0])
+@pytest.mark.parametrize("x", [1.07, 30.0])
 def test_a_changed_model_is_fitted_between_the_points_of_its_grid(x: float) -> None:
     size = 0.02 / x
     sample, scores = drawn(extra=lambda z: drift(z, 0.02))
@@ -342,30 +278,6 @@ def test_two_causes_at_once_are_both_named() -> None:
 def test_a_coarser_trainer_is_named_from_its_own_error() -> None:
     found = diagnose(*drawn(trainer_rounding=8 * ROUNDING))
     assert [cause.key for cause in found.causes] == ["trainer_dtype"] and 5 < found.trainer_ratio < 11
-
-
-def test_weights_finer_than_the_engines_grid_are_named_where_their_rounding_moves_more_than_arithmetic() -> None:
-    sample, scores = drawn(trainer_rounding=8 * ROUNDING)
-    found = diagnose(sample, replace(scores, trainer_dtype="float32", engine_dtype="bfloat16"))
-    assert [cause.key for cause in found.causes] == ["engine_grid"] and found.verdict == "explained", report(found)
-    assert "finer than the engine's grid: rounding them to bfloat16" in report(found)
-    # A checkpoint's own rounding is no larger than arithmetic's.
-    sample, scores = drawn()
-    clean = diagnose(sample, replace(scores, trainer_dtype="float32", engine_dtype="bfloat16"))
-    assert clean.verdict == "clean", report(clean)
-    differ = "different dtypes, the engine in bfloat16 and the trainer in float32"
-    assert differ in report(clean)
-    assert "different dtypes" not in report(
-        diagnose(sample, replace(scores, trainer_dtype="bfloat16", engine_dtype="bfloat16"))
-    )
-
-
-def test_a_half_precision_trainer_beside_a_float32_engine_is_not_clean() -> None:
-    sample, scores = drawn(engine_rounding=0.0)
-    tokens = torch.from_numpy(sample.tokens)[:, None]
-    exact = scores.logits.double().log_softmax(-1).gather(-1, tokens)[:, 0].numpy()
-    found = diagnose(sample, replace(scores, own=exact))
-    assert [cause.key for cause in found.causes] == ["trainer_dtype"] and found.exit_status(1e-4) == 1, report(found)
 
 
 def test_a_trainer_that_overflows_is_refused_by_its_token() -> None:
@@ -398,20 +310,6 @@ def test_a_nucleus_beyond_the_kept_tokens_expects_none_outside() -> None:
     assert all(part.expected == 0 for part in found.outside if part.setting == "top_p") and found.finding is None
 
 
-def test_two_older_checkpoints_make_one_name_and_shares_that_add_up() -> None:
-    sample, scores = drawn(extra=lambda z: drift(z, 0.05))
-    first, second = changed_model(sample, scores, 0.04), changed_model(sample, scores, 0.01)
-    both = [replace(cause, said=said, grid=(1.0,), steps=0) for cause, said in ((first, "one"), (second, "other"))]
-    found = diagnose(sample, scores, both)
-    assert [cause.said for cause in found.causes] == ["one"], report(found)
-    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
-
-
-def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
-    found = diagnose(*drawn(engine_rounding=ROUNDING / 4))
-    assert found.verdict == "clean" and "finer than that" in found.notes[0] and found.ratio < 0.6
-
-
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
     evidence = gather(*drawn(lambda z: z / 0.9))
     found = conclude(evidence)
@@ -419,45 +317,16 @@ def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
     mended = evidence.explained.rest
     assert tried(evidence, "sampling", 1.0, mended).causes[0].status == "confirmed"
     refuted = tried(evidence, "sampling", 9.0, mended)
-    assert refuted.causes[0].status == refuted.verdict == "partly" and "not confirm" in refuted.notes[-1]
-    # An error that stays without sampling is no temperature.
-    still = tried(evidence, "sampling", 1.0, evidence.explained.error)
-    assert [cause.key for cause in still.causes] == ["logit_scale"] and "not confirm" in still.notes[-1]
-    json.dumps(found.data(), allow_nan=False)
-
-
-def test_a_remedy_that_mends_more_than_its_cause_said_confirms_nothing() -> None:
-    # Biases of many logits, of which the list knows nothing: a temperature fits in part, and sampling settings go together.
-    bias = torch.zeros(VOCABULARY)
-    bias[::2], bias[1::2] = -0.05, 0.05
-    evidence = gather(*drawn(lambda z: z * 1.06 + bias))
-    found = conclude(evidence)
-    assert found.verdict == "partly" and [cause.status for cause in found.causes] == ["partly"], report(found)
-    clean = np.random.default_rng(0).normal(size=found.tokens) * 1e-3
-    still = tried(evidence, "sampling", 1.0, clean)
-    assert still.causes[0].status == "partly" and still.verdict == "partly" and "mends more" in still.notes[-1]
-
-
-def test_parts_add_up_exactly() -> None:
-    made = np.random.default_rng(0)
-    terms = {name: made.normal(size=40_000) * 1e-3 for name in "abc"}
-    found = split(terms, np.arange(40_000) // 20, made)
-    assert sum(part.share or 0 for part in found) == pytest.approx(1)
-    assert sum(part.share_k3 or 0 for part in found) == pytest.approx(1)
-    assert all((part.low or 0) <= (part.share or 0) <= (part.high or 0) for part in found)
+    assert refuted.causes[0].status == refuted.verdict == "partly"
 
 
 def test_malformed_samples_are_refused() -> None:
     sample, _ = drawn()
-    with pytest.raises(RecordError, match="1 response"):
-        replace(sample, **{name: getattr(sample, name)[:1] for name in ("prompts", "responses", "masks", "logprobs")})
     with pytest.raises(RecordError, match="all responses but one are masked"):
         replace(sample, masks=tuple((row == 0,) * LENGTH for row in range(RESPONSES)))
-    with pytest.raises(RecordError, match="every token is masked"):
-        replace(sample, masks=((False,) * LENGTH,) * RESPONSES)
+    wrong = [list(row) for row in sample.logprobs]
+    wrong[3][5] = float("nan")
     with pytest.raises(NonFiniteLogprobError, match="response 3, token 5"):
-        wrong = [list(row) for row in sample.logprobs]
-        wrong[3][5] = float("nan")
         replace(sample, logprobs=tuple(map(tuple, wrong)))
     with pytest.raises(RecordError, match="mask values"):
         replace(sample, masks=((True,),) * RESPONSES)
@@ -468,14 +337,12 @@ def test_masked_tokens_do_not_count() -> None:
     masks = ((True,) * 26 + (False,) * 4,) * RESPONSES
     wrong = tuple(row[:26] + (float("nan"),) * 4 for row in sample.logprobs)
     kept = np.tile(np.arange(LENGTH) < 26, RESPONSES)
-    part = replace(
-        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
-    )
+    part = scores_of(scores, kept)
     found: Diagnosis = diagnose(replace(sample, masks=masks, logprobs=wrong), part)
     assert found.tokens == 26 * RESPONSES and found.verdict == "clean"
 
 
-@pytest.mark.parametrize(("late", "words"), [(1, "1 token late"), (2, "2 tokens late"), (-1, "1 token early")])
+@pytest.mark.parametrize(("late", "words"), [(2, "2 tokens late"), (-1, "1 token early")])
 def test_a_mask_of_tool_turns_that_is_off_is_named(late: int, words: str) -> None:
     sample, scores = drawn()
     tool = np.zeros((RESPONSES, LENGTH), dtype=bool)
@@ -484,55 +351,36 @@ def test_a_mask_of_tool_turns_that_is_off_is_named(late: int, words: str) -> Non
     for by, named in ((0, False), (late, True)):
         mask = ~np.roll(tool, by, axis=1)
         kept = mask.flatten()
-        part = replace(
-            scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
-        )
+        part = scores_of(scores, kept)
         logged = replace(sample, masks=tuple(map(tuple, mask)), logprobs=tuple(map(tuple, logprobs)))
         found = diagnose(logged, part)
         assert found.verdict == ("explained" if named else "clean"), report(found)
         assert [words in cause.said for cause in found.causes] == [True] * named, report(found)
 
 
-@pytest.mark.parametrize(
-    ("skipped", "logged", "named"), [(1, True, True), (2, True, True), (1, False, False), (9, True, False)]
-)
+@pytest.mark.parametrize(("skipped", "logged", "named"), [(1, True, True), (1, False, False), (9, True, False)])
 def test_a_mask_that_starts_late_in_every_response_is_named(skipped: int, logged: bool, named: bool) -> None:
     sample, scores = drawn()
     kept = np.tile(np.arange(LENGTH) >= skipped, RESPONSES)
     logprobs = sample.logprobs if logged else tuple((None,) * skipped + row[skipped:] for row in sample.logprobs)
-    part = replace(
-        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
-    )
+    part = scores_of(scores, kept)
     masks = (((False,) * skipped + (True,) * (LENGTH - skipped)),) * RESPONSES
     found = diagnose(replace(sample, masks=masks, logprobs=logprobs), part)
     assert [cause.key for cause in found.causes] == ["mask"] * named, report(found)
     assert found.verdict == ("explained" if named else "clean")
 
 
-def test_responses_that_are_cut_at_the_longest_length_are_counted() -> None:
-    sample, _ = drawn()
-    ended = tuple((*(4 if token == 3 else token for token in row[:-1]), 3) for row in sample.responses)
-    (said,) = judge_ends(replace(sample, responses=((*ended[0][:-1], 4),) * 20 + ended[20:]), (3,))
-    assert said.startswith("20 responses (25%) are cut at 30 tokens")
-
-
 def test_another_model_is_told_from_a_fault_of_this_one() -> None:
     made = torch.Generator().manual_seed(3)
-    other = torch.randn(RESPONSES * LENGTH, VOCABULARY, generator=made)
     few = 40
-    other = other[: few * LENGTH]
+    other = torch.randn(few * LENGTH, VOCABULARY, generator=made)
     far, near = (drawn(lambda z, by=by: z + by * other, responses=few) for by in (1.0, 0.1))
     assert distance(*near) < ANOTHER < distance(*far)
-    evidence = gather(*near)
-    unexplained = conclude(evidence)
-    evidence.distance = distance(*near)
-    assert unexplained.verdict == "unexplained" and conclude(evidence) == unexplained
     evidence = gather(*far)
     evidence.distance = distance(*far)
     found = conclude(evidence)
     (cause,) = found.causes
-    assert cause.key == "other_model" and cause.status == "fits" and found.exit_status(1e-4) == 1
-    assert "does not hold this model" in report(found) and "to fix other_model" in report(found)
+    assert cause.key == "other_model" and found.exit_status(1e-4) == 1
     # A cause that is the whole truth comes before it, however large.
     evidence = gather(*drawn(lambda z: z / 0.5, responses=few))
     named = conclude(evidence)
@@ -541,12 +389,7 @@ def test_another_model_is_told_from_a_fault_of_this_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heat", "cut", "key", "near"),
-    [
-        (0.9, nucleus(0.95), "top_p", (0.93, 0.97)),
-        (0.95, best_of(6), "top_k", (6, 6)),
-        (0.93, likely(0.08), "min_p", (0.06, 0.1)),
-    ],
+    ("heat", "cut", "key", "near"), [(0.9, nucleus(0.95), "top_p", (0.93, 0.97)), (0.95, best_of(6), "top_k", (6, 6))]
 )
 def test_a_temperature_beside_a_truncation_is_named_with_both_values(
     heat: float, cut: Callable[[Tensor], Tensor], key: str, near: tuple[float, float]
@@ -556,11 +399,6 @@ def test_a_temperature_beside_a_truncation_is_named_with_both_values(
     assert first.key == "temperature" and abs(first.parameter - heat) < 0.01, report(found)
     assert second.key == key and near[0] <= second.parameter <= near[1], report(found)
     assert found.verdict == "explained", report(found)
-
-
-def test_two_truncations_are_no_temperature() -> None:
-    found = diagnose(*drawn(lambda z: best_of(6)(nucleus(0.85)(z))))
-    assert "temperature" not in {cause.key for cause in found.causes}, report(found)
 
 
 def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
@@ -574,24 +412,6 @@ def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
     assert len(blocks) == 4 and len(calls) == 5 and "SamplingSettings(temperature=0.7)" in calls
 
 
-def test_a_temperature_beside_a_truncation_is_searched_at_another_temperature_of_the_trainer() -> None:
-    # 1.12 is 1.4 times 0.8, but not to the last bit.
-    found = diagnose(*drawn(lambda z: nucleus(0.9)(z / 1.12), temperature=0.8))
-    assert {cause.key: round(cause.parameter, 2) for cause in found.causes} == {"temperature": 1.12, "top_p": 0.9}
-
-
-def test_a_cut_tail_is_not_taken_for_a_temperature() -> None:
-    sample, scores = drawn(lambda z: nucleus(0.9)(z / 1.1), reported=lambda z: z, temperature=1.1)
-    found = diagnose(sample, scores, asked=1.1)
-    assert found.tokens_test.truncated is not None and found.tokens_test.z > 4
-    assert found.causes[0].key == "raw_logprobs", report(found)
-
-
-@pytest.mark.parametrize(("z", "drawn_there"), [(-4.2, True), (-0.1, False), (-2.2, None), (8.0, None), (-10.0, None)])
-def test_tokens_tell_two_temperatures_apart_by_their_likelihoods(z: float, drawn_there: bool | None) -> None:
-    assert TokensTest(z=z, temperature=None, outside=(), spread=21.0).drawn_at(1.25) is drawn_there
-
-
 def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_temperature() -> None:
     # Most tokens are almost certain, and less so at the higher temperature, where rounding moves them more.
     evidence = gather(*drawn(lambda z: z / 0.2, reported=lambda z: z / 0.25, temperature=0.2))
@@ -600,27 +420,13 @@ def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_tempe
     assert found.left < 1.3 and not evidence.noise.is_rounding(evidence.explained.rest)
 
 
-@pytest.mark.parametrize("key", ["clean", *PLANTED])
-def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, _, near = PLANTED.get(key, (lambda z: z, 0.0, 0.0))
+def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, _, near = PLANTED["top_p"]
     sample, scores = drawn(change)
     whole = diagnose(sample, scores)
     monkeypatch.setattr("mismatch_ext.doctor.logits.SCREENED", 1)
     few = LogitTable.of(sample, scores.logits, 1.0).screened()
     assert len(few.places) < int(sample.fits.sum()) / 4 and sample.fits[few.places].all()
     found = diagnose(sample, scores)
-    assert (found.verdict, [cause.key for cause in found.causes]) == (
-        whole.verdict,
-        [cause.key for cause in whole.causes],
-    )
-    for cause, wanted in zip(found.causes, whole.causes, strict=True):
-        assert cause.parameter == pytest.approx(wanted.parameter, abs=near)
-
-
-def test_a_temperature_beside_a_truncation_is_chosen_by_some_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mismatch_ext.doctor.logits.SCREENED", 1)
-    found = diagnose(*drawn(lambda z: nucleus(0.8)(z / 0.8)))
-    assert {cause.key: cause.parameter for cause in found.causes} == {
-        "temperature": pytest.approx(0.8, abs=0.02),
-        "top_p": pytest.approx(0.8, abs=0.03),
-    }, report(found)
+    (cause,), (wanted,) = found.causes, whole.causes
+    assert cause.key == "top_p" and cause.parameter == pytest.approx(wanted.parameter, abs=near)

@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.options import configure
-
-from mismatch_ext.report.doctor import read_why
 
 LENGTH = 40
 Change = Callable[[dict[str, Any], int], None]
@@ -58,21 +55,8 @@ def _versions(row: dict[str, Any], number: int) -> None:
         row["trainer_logprobs"] = [value - 0.1 for value in row["rollout_logprobs"]]
 
 
-def _few(row: dict[str, Any], number: int) -> None:
-    if number == 3:
-        row["trainer_logprobs"] = [value - 1.0 for value in row["trainer_logprobs"]]
-
-
-def _sided(row: dict[str, Any], number: int) -> None:
-    row["trainer_logprobs"] = [value - 0.1 for value in row["rollout_logprobs"]]
-
-
 def _placeholder(row: dict[str, Any], number: int) -> None:
     row["rollout_logprobs"][10 + number % 20] = -9999.0
-
-
-def _grid(row: dict[str, Any], number: int) -> None:
-    row["rollout_logprobs"] = torch.tensor(row["rollout_logprobs"]).bfloat16().tolist()
 
 
 def _cut(row: dict[str, Any], number: int) -> None:
@@ -81,15 +65,6 @@ def _cut(row: dict[str, Any], number: int) -> None:
 
 def _first(row: dict[str, Any], number: int) -> None:
     row["trainer_logprobs"][0] += 0.1 * (-1) ** number
-
-
-def _last(row: dict[str, Any], number: int) -> None:
-    row["trainer_logprobs"][-1] += 0.1 * (-1) ** number
-
-
-def _turn(row: dict[str, Any], number: int) -> None:
-    row["response_mask"][11:14] = [False] * 3
-    row["trainer_logprobs"][14] += 0.1 * (-1) ** number
 
 
 def kept(row: dict[str, Any], number: int, **more: Any) -> None:
@@ -111,19 +86,8 @@ def _nan(row: dict[str, Any], number: int) -> None:
     row["rollout_logprobs"][5] = None if number == 4 else row["rollout_logprobs"][5]
 
 
-SPECIAL = (
-    *(
-        "begins at token",
-        "one-sided",
-        "responses hold",
-        "mask:",
-        "weight version",
-        "placeholder:",
-        "grid:",
-        "settings:",
-    ),
-    *("where: the", "kept:", "lag:", "not finite:"),
-)
+SPECIAL = ("begins at token", "one-sided", "responses hold", "mask:", "weight version", "placeholder:", "grid:",
+           "settings:", "where: the", "kept:", "lag:", "not finite:")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -133,8 +97,6 @@ SPECIAL = (
         (_mask, ["mask: 20 sampled tokens were logged with exactly 0 next to a masked one", "placeholder:"]),
         (_late, ["begins at token 20 of a response"]),
         (_versions, ["weight version 7: 400 tokens", "weight version 8: 400 tokens, mean |Δlogp| 1.0e-01"]),
-        (_few, ["1 of 20 responses hold"]),
-        (_sided, ["above 0 on 100% of the tokens: one-sided"]),
         (
             _placeholder,
             [
@@ -142,11 +104,8 @@ SPECIAL = (
                 "begins at token",
             ],
         ),
-        (_grid, ["grid: every log-probability of the engine is a bfloat16 number, and the trainer's are finer"]),
         (_cut, ["settings: top_p=0.9 is active"]),
         (_first, ["where: the first sampled token of each response holds"]),
-        (_last, ["where: the last sampled token of each response holds"]),
-        (_turn, ["where: the first token after each turn of a tool holds", "begins at token"]),
         (
             _kept,
             [
@@ -168,7 +127,7 @@ def test_the_log_alone_tells_where_the_gap_is_and_names_no_cause(
     assert status == 3, text
     assert all(word in text for word in words), text
     assert not [word for word in SPECIAL if word in text and not any(word in expected for expected in words)], text
-    assert "--model PATH" in text and "Unexplained" in text and "Clean" not in text
+    assert "--model PATH" in text and "Clean" not in text
     assert json.loads((tmp_path / "out" / "doctor.json").read_text())["verdict"] == "unexplained"
 
 
@@ -197,8 +156,6 @@ def test_a_log_that_shows_a_defect_is_not_within_the_threshold(
 ) -> None:
     status, text = told(tmp_path, capsys, change, size=1e-6)
     assert status == 3 and words in text and "Within the threshold" not in text, text
-    assert "tokens agree to 0.0001 nats, but a line above says why that is not enough" in text
-    assert ("above 0 on" in text) == (change is _skipped), "no sign without a gap"
 
 
 def test_the_command_for_the_cause_is_the_given_one_with_a_model(
@@ -214,47 +171,19 @@ def test_the_command_for_the_cause_is_the_given_one_with_a_model(
     assert read.rollouts == folder / "log.jsonl" and read.weight_version == "7" and read.model == Path("PATH")
 
 
-def test_the_page_is_of_the_log_and_not_of_an_earlier_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "out" / "report.html"
-    page.parent.mkdir()
-    page.write_text("an earlier answer")
-    told(tmp_path, capsys, _skipped, size=1e-6)
-    text = page.read_text()
-    assert "but a line below says why" in text and "starts 2 tokens late" in text and "Parts of the gap" not in text
-    (why,), wrong = read_why(page.parent)
-    assert not wrong and why.verdict == "unexplained" and why.advice is None and why.rounding is None
-
-
-def test_numbers_of_one_are_said_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def one(row: dict[str, Any], number: int) -> None:
-        for key in ("response_ids", "response_mask", "rollout_logprobs", "trainer_logprobs"):
-            row[key] = row[key][:3]
-        if number == 0:
-            row["rollout_logprobs"][1:], row["response_mask"][2] = [0.0, 0.0], False
-
-    _, text = told(tmp_path, capsys, one)
-    assert "the largest token holds" in text and "1 sampled token was logged with exactly 0" in text, text
-
-
 def test_a_log_without_the_trainers_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = told(tmp_path, capsys, lambda row, number: row.pop("trainer_logprobs"))
     assert status == 2 and "0 of 20 responses" in text and "--model is missing" in text, text
 
 
-@pytest.mark.parametrize("scored", [True, False])
-def test_nemo_rls_own_scores_are_read_and_its_zeros_are_none(
-    scored: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = (
-        (Path(__file__).parents[1] / "data" / "rollouts" / "nemo_rl_train_data_step1.jsonl").read_text().splitlines()
-    )
-    rows = [json.loads(line) for line in lines]
+def test_nemo_rls_own_scores_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = Path(__file__).parents[1] / "data" / "rollouts" / "nemo_rl_train_data_step1.jsonl"
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for row in rows:
-        row["prev_logprobs"] = [[(value - 0.5) * scored if value else 0.0 for value in row["generation_logprobs"][0]]]
+        # Its zeros stand for tokens without a score.
+        row["prev_logprobs"] = [[value - 0.5 if value else 0.0 for value in row["generation_logprobs"][0]]]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
     status = cli.main(["doctor", "--rollouts", str(tmp_path / "log.jsonl"), "--out", str(tmp_path / "out")])
     captured = capsys.readouterr()
-    assert status == (3 if scored else 2), captured
-    assert "gap 5.00e-01 nats per token" in captured.out if scored else "--model is missing" in captured.err
+    assert status == 3, captured
+    assert "gap 5.00e-01 nats per token" in captured.out

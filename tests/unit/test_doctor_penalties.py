@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.logits import LATE, PENALTIES, RESPONSE, WHOLE, LogitTable, Occurring, _penalized
 from mismatch_ext.doctor.tokens import judge_tokens
-from tests.unit.test_doctor import best_of, drawn, likely, nucleus
+from tests.unit.test_doctor import best_of, drawn, nucleus
 
 V = 8
 
@@ -24,24 +23,6 @@ def one(prompt: tuple[int, ...], response: tuple[int, ...], logits: torch.Tensor
         logprobs=((-1.0,) * len(response), (-1.0,)),
     )  # fmt: skip
     return LogitTable.of(sample, logits, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("of", "seen"),
-    [
-        (WHOLE, [[1, 2, 2], [1, 2, 2, 3], [1, 2, 2, 3, 4], [1, 2, 2, 3, 4, 4]]),
-        (RESPONSE, [[], [3], [3, 4], [3, 4, 4]]),
-        # SGLang's overlapped batches: the prompt's last token has the first turn, and the token just sampled is not known yet.
-        (LATE, [[], [2], [2, 3], [2, 3, 4]]),
-    ],
-)
-def test_a_penalty_counts_what_its_engine_counts(of: str, seen: list[list[int]]) -> None:
-    table = one((1, 2, 2), (3, 4, 4, 5), torch.zeros(5, V))
-    first, _ = Occurring.of(table)
-    found = torch.zeros(4, V, dtype=torch.float64)
-    found[:, sorted({1, 2, 3, 4, 5})] = first.counts(np.arange(4), of)
-    wanted = torch.stack([torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=V) for ids in seen])
-    assert torch.equal(found, wanted.double())
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -81,7 +62,6 @@ def test_a_near_tie_is_not_beyond_a_truncation(below: float, beyond: int) -> Non
     ("change", "setting", "near"),
     [
         (nucleus(0.83), "top_p", (0.8, 0.86)),
-        (likely(0.16), "min_p", (0.14, 0.18)),
         (best_of(4), "top_k", (4, 4)),
     ],
 )
@@ -93,13 +73,3 @@ def test_truncations_are_told_apart_by_the_mass_that_they_keep(
     best = found.truncated
     assert best is not None and best.setting == setting and near[0] <= best.value <= near[1], found.finding
     assert found.alike == ()
-
-
-def test_truncations_that_keep_about_the_same_are_both_said() -> None:
-    # Two tokens: what is not the better one is below a share of it, beyond a nucleus, and second.
-    logits = torch.tensor([[0.0, -2.0]]).expand(600, 2)
-    table = one((1,), (0,) * 599, logits)
-    found = judge_tokens(table)
-    assert (
-        found.truncated is not None and len(found.alike) == 2 and all(key in str(found.finding) for key in found.alike)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -17,17 +16,17 @@ from tests.unit.test_doctor import ROUNDING, drawn, drift
 LEFT = "prompts padded on the left, without position_ids"
 
 
-def said_by(decode: np.ndarray, prefill: np.ndarray | None, batches: float = 0.0) -> Engine:
+def said_by(decode: np.ndarray, prefill: np.ndarray, batches: float = 0.0) -> Engine:
     noise = np.full(64, batches)
     rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
     return Engine(rungs=rungs, decode=decode, prefill=prefill)
 
 
-def stale_decode(*, size: float = 0.2, batches: float = 0.0, same: bool = True) -> Diagnosis:
+def stale_decode(*, size: float = 0.2, batches: float = 0.0) -> Diagnosis:
     """Diagnose an engine whose decode has other weights than its prefill."""
     sample, scores = drawn(extra=lambda z: drift(z, size))
     prefill = scores.own
-    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill if same else None, batches))
+    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill, batches))
 
 
 def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> None:
@@ -35,16 +34,7 @@ def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> Non
     assert [cause.key for cause in found.causes] == ["decode_path"] and found.verdict == "explained", report(found)
     assert found.causes[0].status == "measured" and (found.causes[0].share or 0) > 0.5
     assert found.parts[0].name == "decode_path" and found.ratio == pytest.approx(1, abs=0.3), "the prefill is right"
-    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
     assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
-    json.dumps(found.data(), allow_nan=False)
-
-
-def test_a_decode_of_other_tokens_is_named_without_a_share() -> None:
-    found = stale_decode(same=False)
-    assert found.causes[0].key == "decode_path" and found.causes[0].share is None
-    # The sample's own errors are then nobody's: it is not known what settings made of them.
-    assert found.verdict == "partly" and "decode_path" not in {part.name for part in found.parts}
 
 
 @pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
@@ -56,8 +46,6 @@ def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: floa
     (cause,) = diagnose(sample, scores, engine=engine).causes
     assert cause.key == key
     if key == "stale_cache":
-        figure = f"{np.abs(said.decode).mean():.1e}"
-        assert f"by {figure} nats per token with 7 prompts from the cache, and by 0.0e+00 past it" in cause.said
         assert "reset_prefix_cache" in cause.remedy.vllm
 
 
@@ -111,16 +99,8 @@ def test_the_largest_gap_is_taken_apart() -> None:
     assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
 
 
-def blocks(**errors: float) -> list[Block]:
-    """Return blocks of three layers whose rounding is 1e-3; `attention1=4e-3` is the error of layer 1's."""
-    kinds = [(layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
-    return [Block(layer=at, kind=kind, error=errors.get(f"{kind}{at}", 1.1e-3), own=1e-3) for at, kind in kinds]
-
-
-def test_blocks_that_stand_out_are_named_by_layer_and_kind() -> None:
-    assert "no block stands out" in summary(blocks())
-    assert summary(blocks(mlp2=8e-3)) == "largest at layer 2, mlp: 8.0 of rounding's; 1 of 6 blocks"
-    every = {f"attention{layer}": 7e-2 for layer in range(3)}
-    assert summary(blocks(**every)).endswith("of rounding's; all of attention")
-    exact = Block(layer=0, kind="mlp", error=2e-7, own=0.0)
-    assert exact.ratio < 1, "two float32 programs"
+def test_a_block_that_stands_out_is_named_by_layer_and_kind() -> None:
+    blocks = [Block(layer=at, kind="mlp", error=1.1e-3, own=1e-3) for at in range(3)]
+    assert "no block stands out" in summary(blocks)
+    wrong = Block(layer=3, kind="mlp", error=8e-3, own=1e-3)
+    assert summary([*blocks, wrong]) == "largest at layer 3, mlp: 8.0 of rounding's; 1 of 4 blocks"

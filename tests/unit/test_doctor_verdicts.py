@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, Tried, conclude, diagnose, gather, report
 from mismatch_ext.doctor.diagnose import judge_remedy, request_or_engine
-from mismatch_ext.doctor.evidence import ROUTES, Block, Later, Part, RunPass, least_part
+from mismatch_ext.doctor.evidence import ROUTES, Block, Later, Part, RunPass
 from mismatch_ext.doctor.logged_trainer import compare_logged
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.report.doctor import why_of
-from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift, tried
+from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, drawn, drift, nucleus, tried
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
 
@@ -26,13 +25,6 @@ NAMES = {"padding on the left": "layout", "packing": "packed"}
 def late(z: Tensor, first: int = 20) -> Tensor:
     """Return logits that are wrong from a place of each response on."""
     return torch.where((torch.arange(len(z)) % LENGTH >= first)[:, None], drift(z, 0.3), z)
-
-
-def test_a_trainer_that_errs_on_a_few_tokens_is_not_clean() -> None:
-    sample, scores = drawn()
-    moved = np.where(np.arange(len(scores.trainer)) % 12 == 0, 0.05, 0.0)
-    found = diagnose(sample, replace(scores, trainer=scores.trainer + moved))
-    assert found.verdict != "clean" and found.exit_status(1e-4) > 0, report(found)
 
 
 def test_an_engine_that_errs_on_one_token_in_seventy_is_not_clean() -> None:
@@ -44,46 +36,20 @@ def test_an_engine_that_errs_on_one_token_in_seventy_is_not_clean() -> None:
     assert found.exit_status(1e-4) == 3 and diagnose(sample, scores).verdict == "clean"
 
 
-def test_a_run_whose_pass_lost_its_mask_on_few_tokens_is_named_by_the_mean() -> None:
-    sample, scores = drawn()
-    moved = np.where(np.arange(len(scores.trainer)) % 25 == 0, 0.5, 0.0)
-    found = diagnose(
-        sample, replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout="own pass")
-    )
-    assert [cause.key for cause in found.causes] == ["layout"], report(found)
-    assert "use_remove_padding" not in report(found) and "position_ids" not in report(found)
-
-
 def test_what_explains_less_than_half_is_a_hint() -> None:
     found = diagnose(*drawn(lambda z: z * 1.04, extra=lambda z: drift(z, 0.1)))
     assert not found.causes and found.verdict == "unexplained" and found.hints, report(found)
 
 
-def test_a_cause_has_to_explain_the_tokens_that_it_moves_most() -> None:
-    """Log-probabilities of two digits are a nucleus of 0.995 where tokens are almost certain, and nowhere else."""
-    certain, own = np.arange(1000) >= 300, np.full(1000, 1e-4)
-    error = np.where(certain, 4e-3, 5e-3)
-    rest = np.where(certain, 1e-4, -5e-3)
-    assert np.abs(rest).mean() < 0.4 * np.abs(error).mean()
-    assert least_part(error, rest, own) < 0.05 < 0.95 < least_part(error, own, own)
-
-
 def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> None:
-    def cut(z: Tensor) -> Tensor:
-        best, at = (z / 0.7).softmax(-1).sort(-1, descending=True)
-        out = torch.zeros_like(z, dtype=torch.bool).scatter(-1, at, best.cumsum(-1) - best >= 0.8)
-        return (z / 0.7).masked_fill(out, -torch.inf)
-
-    evidence = gather(*drawn(cut, reported=lambda z: z, temperature=0.7))
+    evidence = gather(*drawn(lambda z: nucleus(0.8)(z / 0.7), reported=lambda z: z, temperature=0.7))
     found = conclude(evidence)
-    assert [cause.key for cause in found.causes][0] == "raw_logprobs", report(found)
+    assert found.causes[0].key == "raw_logprobs", report(found)
     assert "without the tail" in report(found)
-    # Where rounding does not judge reports of another temperature, the remedy confirms them, and the tail is still told.
+    # Where rounding does not judge reports of another temperature, the remedy confirms them.
     partly = replace(found, causes=found.causes[:1], verdict="partly")
     judge_remedy(partly, evidence, Tried(families=["reporting"], left=1.0, after=evidence.explained.rest))
-    assert partly.verdict == "explained" and [cause.key for cause in partly.causes] == [
-        cause.key for cause in found.causes
-    ]
+    assert partly.verdict == "explained"
 
 
 def test_a_name_whose_remedy_takes_nothing_is_refuted() -> None:
@@ -96,31 +62,12 @@ def test_a_name_whose_remedy_takes_nothing_is_refuted() -> None:
     assert left.unexplained > 0 and any("which is refuted" in part.name for part in left.parts)
 
 
-@pytest.mark.parametrize(("engine", "rounding", "named"), [(0.17, 0.0, True), (0.05, 0.04, False), (0.2, 0.05, True)])
+@pytest.mark.parametrize(("engine", "rounding", "named"), [(0.05, 0.04, False), (0.2, 0.05, True)])
 def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: float, named: bool) -> None:
     sample, scores = drawn()
     found = diagnose(sample, replace(scores, flips=(engine, rounding), most_flips=(7, 0.41)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
-    where = "(most in layer 7, at 41.0% of its tokens)"
-    assert all(where in cause.said for cause in found.causes)
-    said = f"router at {engine:.2%} of tokens and layers {where}; rounding alone makes {rounding:.2%}\n"
-    assert said in report(found) and "experts: " not in report(diagnose(sample, scores))
-
-
-def test_experts_that_a_named_cause_moves_are_no_cause_of_their_own() -> None:
-    sample, scores = drawn(extra=lambda z: drift(z, 0.05))
-    cause = changed_model(sample, scores, 0.05)
-    named = diagnose(sample, scores, [cause])
-    assert [found.family for found in named.causes] == [cause.family] and named.verdict == "explained", report(named)
-    found = diagnose(sample, replace(scores, flips=(0.2, 0.01)), [cause])
-    assert [found.key for found in found.causes] == [cause.key]
-
-
-def test_an_error_that_begins_at_a_place_is_told_with_the_place() -> None:
-    found = diagnose(*drawn(extra=late))
-    assert found.verdict == "unexplained" and found.begins is not None and abs(found.begins - 20) <= 1, report(found)
-    assert f"begins at token {found.begins}" in report(found)
-    assert diagnose(*drawn(extra=lambda z: drift(z, 0.3))).begins is None
+    assert f"router at {engine:.2%} of tokens and layers (most in layer 7" in report(found)
 
 
 def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Scores]:
@@ -138,6 +85,7 @@ def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Sc
 
 
 def test_clean_is_bounded_by_the_length_that_was_seen_and_refuted_behind_it() -> None:
+    assert diagnose(*drawn(extra=lambda z: drift(z, 0.3))).begins is None
     whole, scores = drawn(extra=late)
     evidence = gather(*first_tokens(whole, scores, 15))
     evidence.longest = LENGTH
@@ -196,12 +144,9 @@ def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
     assert apart("", scores) == diagnose(sample, scores)
 
 
-def against_logged(
-    sample: Sample, scores: Scores, logged: np.ndarray, *, scored_late: bool = False, hints: tuple[str, ...] = ()
-) -> Diagnosis:
+def against_logged(sample: Sample, scores: Scores, logged: np.ndarray, *, scored_late: bool = False) -> Diagnosis:
     """Diagnose a log that holds its trainer's log-probabilities."""
     evidence = gather(sample, scores)
-    evidence.hints += hints
     evidence.logged = compare_logged(sample, scores, logged, scored_late=scored_late)
     return conclude(evidence)
 
@@ -242,36 +187,14 @@ def test_a_model_that_rounds_nothing_is_judged_by_a_last_place(off: float, verdi
     assert found.verdict == verdict and np.isfinite(found.ratio), report(found)
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(0.0, "clean"), (1e-7, "clean"), (1e-4, "other_trainer")])
-def test_a_log_of_a_model_that_rounds_nothing_is_its_own_up_to_a_last_place(off: float, verdict: str) -> None:
-    sample, scores = rounds_nothing(0.0)
-    logged = scores.trainer + off * np.random.default_rng(1).normal(size=len(scores.trainer))
-    found = against_logged(sample, scores, logged)
-    assert found.verdict == verdict, report(found)
-
-
-def test_another_trainer_on_a_few_tokens_is_seen_in_the_tail() -> None:
-    sample, scores = drawn()
-    errors = scores.trainer - LogitTable.of(sample, scores.logits, 1.0).logprob
-    moved = np.where(np.arange(len(errors)) % 50 == 0, 30 * np.abs(errors).mean(), 0.0)
-    found = against_logged(sample, scores, scores.trainer + moved)
-    assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
-
-
 def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     sample, scores = drawn(lambda z: z / 0.8)
     whole = diagnose(sample, scores)
     found = against_logged(sample, scores, scores.trainer + 0.3)
     assert "to fix temperature" in report(whole) and "to fix" not in report(found)
-    hinted = against_logged(sample, scores, scores.trainer + 0.3, hints=("a hint",))
-    assert not hinted.hints
-    assert not found.causes and "like temperature, not judged" in report(found) and "fits" not in report(found)
+    assert not found.causes and "like temperature, not judged" in report(found)
     why = why_of(json.loads(json.dumps(found.data())), "doctor", Path())
-    assert (
-        why.advice is None
-        and why.rounding is None
-        and why_of(json.loads(json.dumps(whole.data())), "doctor", Path()).rounding is not None
-    )
+    assert why.advice is None and why.rounding is None
 
 
 def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_away() -> None:
@@ -280,81 +203,24 @@ def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_awa
     assert found.verdict == "clean" and "may be of later weights" in report(found) and "Not judged" not in report(found)
 
 
-@pytest.mark.parametrize(("temperature", "size"), [(1.0, 0), (0.8, 12)])
-def test_behind_another_layout_no_temperature_is_named_that_is_given_already_or_leaves_more_than_rounding(
-    temperature: float, size: float
-) -> None:
-    sample, scores = drawn()
-    moved, more = ROUNDING * np.random.default_rng(0).normal(size=(2, len(scores.trainer)))
-    run = replace(scores, trainer=scores.trainer + 20 * moved, straight=scores.trainer, layout="padded on the left")
-    logged = drawn(temperature=temperature)[1].trainer + size * more
-    found = against_logged(sample, run, logged)
-    assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
-
-
-@pytest.mark.parametrize(("both", "verdict"), [(False, "other_trainer"), (True, "explained")])
-def test_a_trainer_that_errs_is_not_the_logs_unless_that_errs_too(both: bool, verdict: str) -> None:
-    sample, scores = drawn()
-    made = np.random.default_rng(0)
-    coarse = replace(scores, trainer=scores.trainer + 12 * ROUNDING * made.normal(size=len(scores.trainer)))
-    whole = diagnose(sample, coarse)
-    assert [cause.key for cause in whole.causes] == ["trainer_dtype"] and whole.verdict == "explained"
-    logged = scores.trainer + both * 12 * ROUNDING * made.normal(size=len(scores.trainer))
-    assert against_logged(sample, coarse, logged).verdict == verdict
-
-
-def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:
-    named, clean = diagnose(*drawn(lambda z: z / 0.8)), diagnose(*drawn())
-    found = report(named.for_hosts(("vllm", "loop")))
-    assert "  loop   SamplingSettings" in found and "  trl " not in found and "  sglang" not in found
-    assert "to lower rounding: compute in float16, engine and trainer" in report(clean.for_hosts(("vllm", "loop")))
-    lowered = report(clean.for_hosts(("trl", "vllm")))
-    assert "  trl    mismatch" in lowered and "  verl" not in lowered
-
-
-@pytest.mark.parametrize(
-    ("share", "heading", "verdict"),
-    [
-        (
-            0.23,
-            "\nto replay the engine's routes, 23% of the gap:\n",
-            "Replay (R3) would remove the routes' part, about 23% of the gap.",
-        ),
-        (0.09, "\nto replay the engine's routes, 9% of the gap:\n", "no cause on the list fits."),
-        (None, "\nto replay the engine's routes:\n", "no cause on the list fits."),
-    ],
-)
-def test_replay_has_lines_of_its_own_and_a_clean_verdict_says_what_it_would_remove(
-    share: float | None, heading: str, verdict: str, tmp_path: Path
-) -> None:
+def test_a_clean_verdict_says_what_replay_would_remove(tmp_path: Path) -> None:
     clean = diagnose(*drawn())
-    routes = Part(name=ROUTES, mean=1e-4, share=share, low=share, high=share, share_k3=None)
+    routes = Part(name=ROUTES, mean=1e-4, share=0.23, low=0.23, high=0.23, share_k3=None)
     found = replace(clean, parts=(*clean.parts, routes))
     said = report(found)
-    lowering, replaying = said.index("to lower rounding:"), said.index(heading)
-    assert lowering < replaying < said.index("mode: R3") and said.endswith(verdict)
-    assert why_of(json.loads(json.dumps(found.data())), "run", tmp_path).sentence.endswith(verdict)
-    assert "to replay" not in report(clean)
-
-
-@pytest.mark.parametrize(("z", "words"), [(2.9, "as far as they tell"), (4.9, "not decided"), (5.1, "not drawn from")])
-def test_the_tokens_reassure_no_one_above_their_own_significance(z: float, words: str) -> None:
-    found = diagnose(*drawn())
-    text = report(replace(found, tokens_test=replace(found.tokens_test, z=z, temperature=None)))
-    assert words in text and ("verdict below is of log-probabilities alone" in text) == (z > 3)
+    assert "mode: R3" in said and "to replay" not in report(clean)
+    removes = "Replay (R3) would remove the routes' part, about 23% of the gap."
+    assert said.endswith(removes)
+    assert why_of(json.loads(json.dumps(found.data())), "run", tmp_path).sentence.endswith(removes)
 
 
 def test_parts_that_cancel_have_no_shares() -> None:
     sample, scores = drawn(lambda z: drift(z, 0.3))
     alike = sample.engine + 1e-6 * np.random.default_rng(0).normal(size=len(sample.engine))
     found = diagnose(sample, replace(scores, trainer=alike))
-    page = report(found)
-    assert found.cancels == "reference" and "the two parts cancel: the reference itself is off" in page, page
+    assert found.cancels == "reference", report(found)
     assert all(part.share is None and part.low is None for part in found.parts)
-    assert not re.search(r"\d{4,} ?%", page), page
     # Two sides that round alike are a clean pair.
     sample, scores = drawn()
     found = diagnose(sample, replace(scores, trainer=sample.engine + 0.01 * (scores.trainer - sample.engine)))
     assert found.verdict == "clean" and found.cancels == "rounding", report(found)
-    assert "both sides round alike" in report(found) and "reference itself" not in report(found)
-    assert diagnose(*drawn()).cancels == ""

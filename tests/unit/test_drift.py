@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import LrConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.drift import (
     UNKNOWN,
@@ -20,7 +19,6 @@ from mismatch_ext.drift import (
     token_versions,
 )
 from mismatch_ext.errors import RecordError
-from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import LrControl, numerics_statistics
 from mismatch_ext.sums import Sums, merged
@@ -66,36 +64,16 @@ def stream(*, numerics: float, drift: float, seed: int = 0, fresh: bool = True) 
     return Stream(rollout, own, old, mask, versions, 3)
 
 
-def interval(values: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Return the bootstrap interval, over sequences, of the mean size of masked values."""
-    sums = (values.abs() * mask).sum(1).numpy(), mask.sum(1).double().numpy()
-    found = bootstrap_ratio(*sums, level=0.999)
-    return found.low, found.high
-
-
 def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
     found = given.metrics()
-    truth = float((given.rollout - given.own)[given.mask].abs().mean())
     same = given.mask & (given.versions == 3)
-    low, high = interval(given.rollout - given.own, same)
-    assert low < truth < high and low < found["numerics/logp_abs_diff_mean"] < high
     assert found["numerics/tokens"] == int(same.sum()) > 50
     assert found["numerics/logp_abs_diff_mean"] == pytest.approx(
         float((given.rollout - given.own)[same].abs().mean()), rel=1e-12
     )
-    stale = given.mask & ~same
-    assert found["stale/logp_abs_diff_mean"] == pytest.approx(
-        gap_metrics(gap_sums(old=given.old, rollout=given.rollout, mask=stale))["logp_abs_diff_mean"], rel=1e-12
-    )
     known = (3 - given.versions)[given.mask].double()
     assert found["staleness_mean"] == pytest.approx(float(known.mean())) and found["staleness_max"] == 3
-
-
-def test_a_fault_of_numerics_is_in_numerics() -> None:
-    good, bad = (stream(numerics=size, drift=5e-2).metrics() for size in (2e-3, 2e-2))
-    assert bad["numerics/logp_abs_diff_mean"] > 8 * good["numerics/logp_abs_diff_mean"]
-    assert bad["stale/logp_abs_diff_mean"] < 1.5 * good["stale/logp_abs_diff_mean"]
 
 
 def test_drift_raises_the_gap_of_stale_tokens_alone() -> None:
@@ -137,16 +115,6 @@ def test_segments_become_versions_of_tokens() -> None:
     assert found.tolist() == [[4, 4, 4, u, 5, 5], [3, 3, 3, 3, u, u], [u, u, u, u, u, u], [1, 1, 3, 3, 3, 3]]
     with pytest.raises(RecordError, match="3 lists of segments do not fit a mask of shape"):
         token_versions(parts[:3], mask)
-    with pytest.raises(RecordError, match="both must be >= 0"):
-        token_versions([[(-1, 0)]], mask[:1])
-
-
-def test_versions_that_are_ahead_are_refused() -> None:
-    given = stream(numerics=0.0, drift=0.0)
-    with pytest.raises(
-        RecordError, match="sampled by weights of version 3, and the batch is scored by those of version 2"
-    ):
-        replace(given, scoring=2).sums()
 
 
 def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
@@ -155,11 +123,9 @@ def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     followed.sums.follows_versions = True
     for one in (plain, followed):
         one.sums.add_gap("train", old=given.old, rollout=given.rollout, mask=given.mask)
-    assert followed.sums.follows_versions and not plain.sums.follows_versions
     followed.sums.add("train", "drift", given.sums())
     total, both = plain.flush("train", 1), followed.flush("train", 1)
     assert {name: both[name] for name in total} == total
-    assert not any("numerics" in name or "stale" in name for name in total)
     assert both["mismatch/numerics/k3_kl"] < both["mismatch/k3_kl"] / 100
     assert "mismatch/numerics/k3_kl" not in followed.flush("train", 2)  # each log has its own
 
@@ -172,11 +138,6 @@ def test_alarms_of_numerics_are_not_raised_by_drift() -> None:
     faulty = {**drifted, "mismatch/numerics/k3_kl": 0.01}
     raised = [alarm for step in range(3) for alarm in monitor.observe(step, faulty)]
     assert [alarm.metric for alarm in raised] == ["mismatch/numerics/k3_kl"]
-    assert "give both sides one precision" in raised[0].message
-    # Without stale rollouts the whole gap is numerics.
-    plain = Watching(MonitorConfig())
-    raised = [alarm for step in range(3) for alarm in plain.observe(step, {"mismatch/k3_kl": 0.5})]
-    assert [alarm.metric for alarm in raised] == ["mismatch/k3_kl"]
 
 
 def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal, getcontext
 from pathlib import Path
+from statistics import correlation
 from typing import Any
 
 import pytest
@@ -15,8 +16,6 @@ from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.gap import (
-    BLOCKS,
-    PROFILES,
     SURE,
     gap_metrics,
     gap_profiles,
@@ -48,7 +47,7 @@ def k3_exact(d: float) -> Decimal:
     return x.exp() - 1 - x
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-6, 1e-4, 9.9e-3, 1e-2, 1.1e-2, 0.1, 1.0, 20.0, 600.0])
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 9.9e-3, 1.1e-2, 1.0, 600.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_k3_is_exact_at_every_scale(size: float, sign: int) -> None:
     value = k3(torch.tensor([sign * size], dtype=torch.float64)).item()
@@ -56,15 +55,7 @@ def test_k3_is_exact_at_every_scale(size: float, sign: int) -> None:
     assert abs(Decimal(value) / exact - 1) < Decimal("1e-11")
 
 
-def test_the_usual_float32_form_is_useless_where_fp16_runs_live() -> None:
-    d = torch.tensor([1e-4])
-    usual = (torch.exp(d) - 1 - d).item()  # TRL 1.16 grpo_trainer.py; verl 0.9 core_algos.py likewise
-    exact = float(k3_exact(d.item()))
-    assert abs(usual - exact) / exact > 0.5
-    assert k3(d.double()).item() == pytest.approx(exact, rel=1e-9)
-
-
-@pytest.mark.parametrize("rest", [0.999, 0.5, 1e-2, 1.1e-4, SURE])
+@pytest.mark.parametrize("rest", [0.999, 1e-2, SURE])
 def test_log_odds_are_exact_up_to_a_sure_token(rest: float) -> None:
     logprob = math.log1p(-rest)
     exact = (Decimal(logprob).exp() / (1 - Decimal(logprob).exp())).ln()
@@ -76,37 +67,12 @@ def test_of_tokens_that_both_sides_are_sure_of_no_log_odds_are_compared() -> Non
     other = torch.tensor([[-1e-7, 0.0, 0.0, -2e-3]], dtype=torch.float64)
     got = metrics_of(logprobs, other, torch.ones(1, 4))
     # The third token is sure to one side alone, which counts as surest; the fourth to none.
-    surest = math.log1p(-SURE)
-    odds = log_odds(torch.tensor([-1e-3, surest, -2e-3], dtype=torch.float64)).tolist()
-    assert got["log_odds_abs_diff_mean"] == pytest.approx((odds[1] - odds[0] + odds[0] - odds[2]) / 2)
+    surest, less = log_odds(torch.tensor([math.log1p(-SURE), -2e-3], dtype=torch.float64)).tolist()
+    assert got["log_odds_abs_diff_mean"] == pytest.approx((surest - less) / 2)
     assert "log_odds_abs_diff_mean" not in metrics_of(logprobs[:, :2], other[:, :2], torch.ones(1, 2))
 
 
-def test_a_shift_of_log_odds_is_one_size_whatever_the_policys_confidence() -> None:
-    # The same shift of .2 at p from .5 to .999: nats fall 400 times, log-odds not at all (arXiv 2609.32444).
-    found = {}
-    for p in (0.5, 0.999):
-        odds = math.log(p / (1 - p)) + torch.tensor([[0.0, 0.2]], dtype=torch.float64)
-        rollout, old = -torch.log1p(torch.exp(-odds)).T
-        found[p] = metrics_of(old[None], rollout[None], torch.ones(1, 1))
-    assert found[0.5]["log_odds_abs_diff_mean"] == pytest.approx(0.2)
-    assert found[0.999]["log_odds_abs_diff_mean"] == pytest.approx(0.2)
-    assert found[0.5]["logp_abs_diff_mean"] > 400 * found[0.999]["logp_abs_diff_mean"]
-
-
-def test_a_few_tokens_move_k3_and_leave_its_median_of_means_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rollout = -3 * torch.rand(256, 40, generator=generator, dtype=torch.float64)
-    old = rollout + 0.02 * torch.randn(rollout.shape, generator=generator, dtype=torch.float64)
-    clean = metrics_of(old, rollout, torch.ones(256, 40))
-    old[7, 3] += 8.0  # one of 10,240 tokens
-    struck = metrics_of(old, rollout, torch.ones(256, 40))
-    assert struck["k3_kl"] > 100 * clean["k3_kl"]
-    assert struck["k3_median"] == pytest.approx(clean["k3_median"], rel=0.1)
-    assert struck["k3_median_low"] <= struck["k3_median"] <= struck["k3_median_high"] < 2 * clean["k3_kl"]
-
-
-@pytest.mark.parametrize(("blocks", "outside"), [(5, None), (6, 0), (8, 0), (9, 1), (16, 3)])
+@pytest.mark.parametrize(("blocks", "outside"), [(5, None), (6, 0), (16, 3)])
 def test_the_interval_of_a_median_of_means_is_the_binomials(blocks: int, outside: int | None) -> None:
     means = torch.arange(blocks, dtype=torch.float64)
     counts = torch.full((blocks,), 4.0)
@@ -116,28 +82,11 @@ def test_the_interval_of_a_median_of_means_is_the_binomials(blocks: int, outside
         assert low is None and high is None
         return
     assert (low, high) == (outside, blocks - 1 - outside)
-    # Chance that the median lies outside, by counting how many of the blocks are below it.
-    missed = 2 * sum(math.comb(blocks, k) for k in range(outside + 1)) / 2**blocks
-    wider = 2 * sum(math.comb(blocks, k) for k in range(outside + 2)) / 2**blocks
-    assert missed <= 0.05 < wider
-
-
-def test_blocks_without_a_token_are_left_out_and_the_others_hold_about_as_many() -> None:
+    # A block without a token is left out.
     assert median_of_means(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 1.0])) == (3.0, None, None)
-    generator = torch.Generator().manual_seed(3)
-    rollout = -3 * torch.rand(3200, 3, generator=generator)
-    counts = gap_sums(old=rollout, rollout=rollout, mask=torch.ones(3200, 3))["block_tokens"] / 3
-    # 200 rows a block with a standard deviation of 14.
-    assert len(counts) == BLOCKS and float(counts.sum()) == 3200
-    assert 140 < float(counts.min()) and float(counts.max()) < 260
-
-
-def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
-    old, rollout = torch.tensor([[0.0, -1e4, -1.0]]), torch.tensor([[-1e4, 0.0, -1.0]])
-    scalars = metrics_of(old, rollout, torch.ones(1, 3, dtype=torch.bool))
-    assert all(math.isfinite(value) for value in scalars.values())
-    assert scalars["k3_saturated_frac"] == pytest.approx(1 / 3)
-    assert scalars["logp_abs_diff_max"] == 1e4
+    # Chance that the median lies outside, by counting how many of the blocks are below it.
+    below = [math.comb(blocks, k) / 2**blocks for k in range(outside + 2)]
+    assert 2 * sum(below[:-1]) <= 0.05 < 2 * sum(below)
 
 
 def test_saturation_is_a_share_of_tokens_and_of_sequences_apart() -> None:
@@ -154,9 +103,9 @@ def test_a_batch_that_saturates_everywhere_still_has_finite_sums() -> None:
     assert all(math.isfinite(value) for value in gap_metrics(sums).values())
 
 
-@pytest.mark.parametrize("spread", [1e-2, 1e-5, 3e-6, 1e-8])
+@pytest.mark.parametrize("spread", [1e-2, 1e-8])
 def test_correlation_survives_probabilities_near_one(spread: float) -> None:
-    # A sharp policy: raw sums of squares are about 1 a token, the variance 1e-13 or less. math.fsum is the oracle.
+    # A sharp policy: raw sums of squares are about 1 a token, the variance 1e-13 or less.
     generator = torch.Generator().manual_seed(1)
     q = 0.999 - spread * torch.rand(4, 2000, generator=generator, dtype=torch.float64)
     p = q + 0.3 * spread * torch.randn(4, 2000, generator=generator, dtype=torch.float64)
@@ -165,59 +114,9 @@ def test_correlation_survives_probabilities_near_one(spread: float) -> None:
         gap_sums(old=old[rows], rollout=rollout[rows], mask=torch.ones(old[rows].shape))
         for rows in (slice(0, 1), slice(1, 4))
     ]
-    x, y = old.exp().flatten().tolist(), rollout.exp().flatten().tolist()
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    x, y = [a - mean_x for a in x], [b - mean_y for b in y]
-    dot = math.fsum(a * b for a, b in zip(x, y, strict=True))
-    exact = dot / math.sqrt(math.fsum(a * a for a in x) * math.fsum(b * b for b in y))
+    exact = correlation(old.exp().flatten().tolist(), rollout.exp().flatten().tolist())
     assert 0.6 < exact < 0.8
     assert gap_metrics(merged(*parts))["rollout_probs_pearson"] == pytest.approx(exact, rel=1e-6)
-
-
-def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
-    # Row 0 has d = (ln 2, -2 ln 2), exact in binary; row 1 has d = (ln 3), and its second place is masked.
-    ln2, ln3 = math.log(2), math.log(3)
-    rollout = torch.tensor([[-2 * ln2, -2 * ln2], [-2.0, math.nan]], dtype=torch.float64)
-    old = torch.tensor([[-ln2, -4 * ln2], [-2.0 + ln3, 0.0]], dtype=torch.float64)
-    got = metrics_of(old, rollout, torch.tensor([[1, 1], [1, 0]]), support_truncated=True)
-    p, q = [1 / 2, 1 / 16, 3 * math.exp(-2)], [1 / 4, 1 / 4, math.exp(-2)]
-    mean_p, mean_q = sum(p) / 3, sum(q) / 3
-    covariance = sum((a - mean_p) * (b - mean_q) for a, b in zip(p, q, strict=True))
-    spread = math.sqrt(sum((a - mean_p) ** 2 for a in p) * sum((b - mean_q) ** 2 for b in q))
-    expected = {
-        "tokens": 3, "sequences": 2,
-        "logp_abs_diff_mean": (3 * ln2 + ln3) / 3, "logp_abs_diff_max": 2 * ln2,
-        "kl": (ln2 - ln3) / 3,
-        # exp(d)-1-d: 2-1-ln 2, 1/4-1+2 ln 2, 3-1-ln 3
-        "k3_kl": ((1 - ln2) + (-0.75 + 2 * ln2) + (2 - ln3)) / 3,
-        "k3_saturated_frac": 0, "seq_k3_saturated_frac": 0,
-        # Each row is a block of its own: the median of two means, .125 + ln 2 / 2 and 2 - ln 3.
-        "k3_median": ((0.125 + ln2 / 2) + (2 - ln3)) / 2,
-        # Odds of 1 and 1/3, of 1/15 and 1/3, and p / (1 - p) of the third token.
-        "log_odds_abs_diff_mean": (ln3 + math.log(5) + math.log(3 * (1 - q[2]) / (1 - p[2]))) / 3,
-        # S = -ln 2 and ln 3
-        "seq_kl": (ln2 - ln3) / 2, "seq_k3_kl": ((-0.5 + ln2) + (2 - ln3)) / 2,
-        "seq_logp_abs_diff_mean": (ln2 + ln3) / 2, "seq_logp_abs_diff_max": ln3,
-        # |d| = ln 2 is not above ln 2; 2 ln 2 and ln 3 are
-        "f_1.1": 1.0, "f_2": 2 / 3,
-        # r = 2, 1/4, 3: sum 5.25, sum of squares 13.0625
-        "ess_token": 5.25**2 / (3 * 13.0625), "chi2_token": 13.0625 / 3 - 1,
-        # e^S = 1/2, 3
-        "ess_seq": 3.5**2 / (2 * 9.25), "chi2_seq": 9.25 / 2 - 1,
-        # mean log-probs: trainer -2.5 ln 2 and -2 + ln 3, engine -2 ln 2 and -2
-        "training_ppl": (2**2.5 + math.exp(2) / 3) / 2, "training_log_ppl": (2.5 * ln2 + 2 - ln3) / 2,
-        "rollout_ppl": (4 + math.exp(2)) / 2, "rollout_log_ppl": (2 * ln2 + 2) / 2,
-        "log_ppl_diff": (ln2 / 2 - ln3) / 2, "log_ppl_abs_diff": (ln2 / 2 + ln3) / 2,
-        "log_ppl_diff_max": ln2 / 2, "log_ppl_diff_min": -ln3,
-        "ppl_ratio": (math.sqrt(2) + 1 / 3) / 2,
-        "rollout_probs_diff_mean": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 3,
-        "rollout_probs_diff_max": 2 * math.exp(-2), "rollout_probs_pearson": covariance / spread,
-        "support_truncated": 1.0,
-    }  # fmt: skip
-    of_many_rows = {"k3_median_low", "k3_median_high"}
-    assert set(got) == set(expected) == set(MEASURES) - of_many_rows
-    for name, value in expected.items():
-        assert got[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
 def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
@@ -227,10 +126,12 @@ def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
     assert got["logp_abs_diff_mean"] == 2.0**-20
     assert got["k3_kl"] == pytest.approx(float(k3_exact(2.0**-20)), rel=1e-9)
     assert got["log_ppl_abs_diff"] == pytest.approx(2.0**-20, rel=1e-12)
+    of_many_rows = {"k3_median_low", "k3_median_high"}
+    assert set(got) == set(MEASURES) - of_many_rows
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_not_finite_in_an_unmasked_place_names_row_and_position(name: str, value: float) -> None:
     tensors = {"old_logprobs": torch.zeros(3, 4), "rollout_logprobs": torch.zeros(3, 4)}
     tensors[name][2, 1] = value
@@ -255,23 +156,17 @@ def test_the_scatter_sample_is_uniform_over_merged_parts() -> None:
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), seed=st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
-def test_rows_without_padding_are_measured_as_padded_ones_and_in_chunks(lengths: list[int], seed: int) -> None:
+def test_rows_without_padding_are_measured_in_chunks_as_in_one_pass(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(sum(lengths), generator=generator)
     rollout = old + 0.05 * torch.randn(len(old), generator=generator)
     mask = torch.rand(len(old), generator=generator) < 0.7
-    square = {
-        name: torch.nn.utils.rnn.pad_sequence(list(x.split(lengths)), batch_first=True)
-        for name, x in (("old", old), ("rollout", rollout), ("mask", mask))
-    }
-    ragged = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
-    padded = gap_sums(**square)
-    assert all(torch.equal(ragged[name], padded[name]) for name in padded)
+    whole = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mismatch_ext.gap.TOGETHER", 20)  # a longer row is measured alone
         chunked = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
-    assert gap_metrics(chunked) == pytest.approx(gap_metrics(padded), rel=1e-12, abs=1e-15)
-    assert gap_profiles(chunked)["position"]["count"] == gap_profiles(padded)["position"]["count"]
+    assert gap_metrics(chunked) == pytest.approx(gap_metrics(whole), rel=1e-12, abs=1e-15)
+    assert gap_profiles(chunked)["position"]["count"] == gap_profiles(whole)["position"]["count"]
 
 
 def test_a_position_is_the_tokens_number_among_the_policys_own() -> None:
@@ -290,26 +185,18 @@ def test_profiles_put_tokens_in_their_bins() -> None:
     # Positions 0 | 1 | 2, 3
     assert position["count"][:4] == [1, 1, 2, 0]
     assert position["abs_diff_mean"][2] == pytest.approx(0.35) and position["abs_diff_mean"][3] is None
-    assert position["edges"] == list(PROFILES["position"])
-    filled = {edge: n for edge, n in zip(probability["edges"], probability["count"], strict=False) if n}
-    assert filled == {0.01: 1, 0.1: 1, 0.5: 1, 0.9: 1}
+    assert sum(probability["count"]) == 4 and max(probability["count"]) == 1
 
 
 def test_malformed_input_is_named() -> None:
     good = torch.zeros(2, 3)
     with pytest.raises(RecordError, match=r"old_logprobs \[2, 4\], rollout_logprobs \[2, 3\]"):
         metrics_of(torch.zeros(2, 4), good, torch.ones(2, 3))
-    with pytest.raises(RecordError, match="rollout_logprobs has dtype torch.int64"):
-        metrics_of(good, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
     with pytest.raises(RecordError, match="other than 0 and 1"):
         metrics_of(good, good, torch.full((2, 3), 0.5))
     assert metrics_of(good, good, torch.zeros(2, 3)) == {}
-    for lengths in ([2, 2], [4, -1]):
-        with pytest.raises(RecordError, match="add up to the 3 places"):
-            gap_sums(old=good[0], rollout=good[0], mask=torch.ones(3), lengths=torch.tensor(lengths))
-    broken = torch.tensor([-1.0, -1.0, math.nan])
-    with pytest.raises(NonFiniteLogprobError, match=r"rollout_logprobs\[1, 0\]"):
-        gap_sums(old=good[0], rollout=broken, mask=torch.ones(3), lengths=torch.tensor([2, 1]))
+    with pytest.raises(RecordError, match="add up to the 3 places"):
+        gap_sums(old=good[0], rollout=good[0], mask=torch.ones(3), lengths=torch.tensor([4, -1]))
 
 
 def test_generated_pages_are_current() -> None:
@@ -323,8 +210,6 @@ def test_generated_pages_are_current() -> None:
         file = ROOT / "docs" / name
         drawn = file.read_text(encoding="utf-8") if file.is_file() else None
         assert drawn == draw(), f"run python docs/generate.py ({name})"
-    missing = [check for _, _, check, _ in generate["ROLLOUT"] if not (ROOT / "mismatch_ext" / check).is_file()]
-    assert not missing, "files that the picture of a rollout names"
 
 
 def of_many_rows(seed: int) -> dict[str, Any]:
@@ -385,11 +270,16 @@ def test_tails_and_broken_values_are_found_outside_of_the_sample() -> None:
 
 def test_a_sample_of_rows_is_drawn_alike_everywhere_and_has_about_as_many_tokens() -> None:
     lengths = torch.tensor([0, 30, 10, 0, 20] * 40)
-    assert rows_of_means(lengths, 1, tokens=2400).all()  # no more than that
     drawn = rows_of_means(lengths, 1, tokens=600)
     assert torch.equal(drawn, rows_of_means(lengths, 1, tokens=600))
     assert not torch.equal(drawn, rows_of_means(lengths, 2, tokens=600))
     assert not drawn[lengths == 0].any() and int(drawn.sum()) == 30
-    chances = torch.stack([rows_of_means(lengths, seed, tokens=600) for seed in range(400)]).double().mean(0)
-    of_lengths = [float(chances[lengths == length].mean()) for length in (10, 20, 30)]
-    assert of_lengths == pytest.approx([0.25] * 3, abs=0.01)
+
+
+def test_largest_values_are_logged_although_each_drawn_sequence_was_a_bad_row() -> None:
+    old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
+    mask = torch.tensor([[True, True], [False, False]])
+    sums = gap_sums(old=old, rollout=old - 0.5, mask=mask, means=torch.tensor([False, True]))
+    metrics = gap_metrics(sums)
+    assert metrics["tokens"] == 2 and metrics["logp_abs_diff_max"] == 0.5 and metrics["f_1.1"] == 1
+    assert "k3_kl" not in metrics

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.evidence import Block
 from mismatch_ext.doctor.gate import Gate, measured
 from tests.unit.test_doctor import drawn, drift
@@ -29,9 +28,7 @@ def test_two_sides_that_only_round_pass_on_a_short_page() -> None:
     found = gate(flips=(0.012, 0.01), blocks=BLOCKS[:2])
     assert found.passes and failed(found) == [], found.page()
     page = found.page().splitlines()
-    assert [line.split(" | ")[2:] for line in page if "to the last bit |" in line][0] == ["no limit", " |"]
-    assert len(page) <= 60 and "passed" in page[0] and "first block that differs: none of 2" in found.page()
-    assert sum(row.tokens for row in found.batches) == sum(row.tokens for row in found.stretches)
+    assert len(page) <= 60 and "passed" in page[0]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,6 @@ def test_two_sides_that_only_round_pass_on_a_short_page() -> None:
 def test_what_rounding_does_not_explain_fails_by_name(given: dict[str, object], name: str) -> None:
     found = gate(**given)  # type: ignore[arg-type]
     assert not found.passes and name in failed(found), found.page()
-    assert "**FAILED**" in found.page()
 
 
 def test_the_limits_of_the_frameworks_are_kept_and_the_block_is_told() -> None:
@@ -72,9 +68,3 @@ def test_an_exact_gate_passes_on_equal_bits_alone() -> None:
     )
     assert failed(found) == ["tokens equal to the last bit", "largest difference (nats)"]
     assert "first block that differs: layer 1, mlp (equal at 50.0%)" in found.page()
-
-
-def test_samples_are_joined_in_order_and_lose_routes_that_one_lacks() -> None:
-    sample, _ = drawn()
-    whole = Sample.joined([sample.part([3, 1]), sample.part([0, 2])])
-    assert whole.responses == tuple(sample.responses[row] for row in (3, 1, 0, 2)) and whole.routes is None

@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 from mismatch_ext.adapters.transformers import TrainedModel
-from mismatch_ext.adapters.transformers.head import head_of, in_float32, keep_in_float32, read_head
-from mismatch_ext.adapters.vllm.engine import asked_of, head_dtype
+from mismatch_ext.adapters.transformers.head import keep_in_float32, read_head
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mismatch_ext import Run
-from mismatch_ext.config import PrecisionConfig
 from mismatch_ext.errors import ConfigError, PrecisionError
-from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.heads import EVENT, HeadScores, is_one_sided, name_one_sided
+from mismatch_ext.precision.heads import EVENT, is_one_sided
 from tests.torch_rollout import TorchRollout
-from tests.unit.loops import sides
 
 BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
 VOCABULARY, HIDDEN = 31, 32
@@ -60,19 +56,6 @@ def test_a_kept_head_multiplies_in_float32_under_autocast_and_learns(tied: bool)
     assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.abs().sum() > 0
 
 
-def test_scores_by_either_head_leave_the_head_as_it_was() -> None:
-    model = llama()
-    plain, _ = logits_and_hidden(model)
-    head = head_of(model)
-    with in_float32(head):
-        exact, _ = logits_and_hidden(model)
-    keep_in_float32(model)
-    with in_float32(head, exact=False):
-        again, _ = logits_and_hidden(model)
-    kept, _ = logits_and_hidden(model)
-    assert torch.equal(again, plain) and torch.equal(kept, exact) and not torch.equal(plain.float(), exact)
-
-
 def test_a_head_that_is_not_linear_is_refused_and_a_sharded_one_is_not_read() -> None:
     model: Any = llama()
     model.lm_head = nn.Sequential(model.lm_head)
@@ -82,17 +65,6 @@ def test_a_head_that_is_not_linear_is_refused_and_a_sharded_one_is_not_read() ->
     model.lm_head = nn.Linear(HIDDEN, VOCABULARY)
     model.lm_head.weight = nn.Parameter(torch.zeros(7))  # as FSDP1 holds a rank's part
     assert read_head(model, BF16) is None
-    model.lm_head.weight = nn.Parameter(torch.zeros(VOCABULARY, HIDDEN, dtype=torch.int8), requires_grad=False)
-    assert read_head(model, BF16) is None
-
-
-def test_the_engine_is_asked_for_it_and_its_logits_processor_is_read() -> None:
-    assert asked_of(PrecisionConfig(dtype="bfloat16", head="float32"))["hf_overrides"] == {"head_dtype": "float32"}
-    assert "hf_overrides" not in asked_of(PrecisionConfig(dtype="bfloat16"))
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    assert head_dtype(model, "bfloat16") == "bfloat16"
-    model[1].head_dtype = torch.float32
-    assert head_dtype(model, "bfloat16") == "float32"
 
 
 TRAINER = TrainerReading(
@@ -105,8 +77,7 @@ ENGINE = EngineReading(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["bfloat16", "float32", None])
-@pytest.mark.parametrize("trainer", ["bfloat16", "float32", None])
+@pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", "float32"), ("float32", "bfloat16"), (None, None)])
 def test_the_audit_says_both_heads(trainer: str | None, engine: str | None) -> None:
     readings = replace(TRAINER, head_dtype=trainer), replace(ENGINE, head_dtype=engine)
     free = audit("bfloat16", *readings, None)
@@ -131,7 +102,6 @@ def test_another_dtype_of_a_head_is_refused_without_being_asked_for() -> None:
 @pytest.mark.parametrize(
     ("trainer", "engine", "computes", "one_sided"),
     [
-        ("bfloat16", "bfloat16", "bfloat16", False),
         ("bfloat16", "float32", "bfloat16", True),
         ("float32", "bfloat16", "bfloat16", True),
         ("float32", "float32", "bfloat16", False),
@@ -145,17 +115,6 @@ def test_a_head_is_one_sided_where_the_rest_is_alike(
 ) -> None:
     reading = replace(TRAINER, head_dtype=trainer, autocast_dtype=computes)
     assert is_one_sided(reading, replace(ENGINE, head_dtype=engine)) == one_sided
-
-
-def test_the_warning_has_the_gap_as_it_is_and_with_the_trainers_head_alike() -> None:
-    scores = HeadScores(plain=torch.full((2, 3), 0.5), exact=torch.full((2, 3), 0.25), engine=torch.zeros(2, 3))
-    engines = name_one_sided(TRAINER, replace(ENGINE, head_dtype="float32"), scores)
-    assert "is 0.5 nats per token over 6 probe tokens, and 0.25 with the trainer's head in float32 too." in engines
-    assert "start the engine without hf_overrides={'head_dtype': 'float32'}" in engines
-    trainers = name_one_sided(replace(TRAINER, head_dtype="float32"), ENGINE, scores)
-    assert "is 0.25 nats per token over 6 probe tokens, and 0.5 with the trainer's head in bfloat16 too." in trainers
-    assert "take float32 off the trainer's head" in trainers
-    assert "was not measured" in name_one_sided(TRAINER, replace(ENGINE, head_dtype="float32"), None)
 
 
 class Headed(TorchRollout):
@@ -190,14 +149,6 @@ def test_a_run_sets_and_reads_the_heads_of_policy_and_reference(tmp_path: Path) 
         Run({"precision": {"dtype": "bfloat16", "head": "float32"}}, trainer, rollout, tmp_path / "other").start()
 
 
-def test_a_run_refuses_a_head_that_it_cannot_set(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with pytest.raises(
-        ConfigError, match=r"mismatch\.precision\.head: the output head of Recurrent is not a linear layer"
-    ):
-        Run({"precision": {"dtype": "float32", "head": "float32"}}, trainer, rollout, tmp_path).start()
-
-
 def test_a_run_warns_of_an_engine_with_a_finer_head_by_what_it_measures(tmp_path: Path) -> None:
     trainer, rollout = loop("float32")
     with pytest.warns(
@@ -209,9 +160,3 @@ def test_a_run_warns_of_an_engine_with_a_finer_head_by_what_it_measures(tmp_path
     trainer, rollout = loop("bfloat16")
     Run({}, trainer, rollout, tmp_path / "alike").start()
     assert not [event for event in read_run(tmp_path / "alike/mismatch").events if event.name == EVENT]
-
-
-def test_a_kept_row_says_that_the_trainers_head_was_in_float32() -> None:
-    given: Any = {"host": "loop", "temperature": 1.0, "replays": False}
-    assert trainer_settings(replace(TRAINER, head_dtype="float32"), **given)["head"] == "float32"
-    assert "head" not in trainer_settings(TRAINER, **given)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -70,20 +70,10 @@ def edges(name: str, source: str, modules: Collection[str]) -> set[str]:
     return {other for other in found if other in modules and not f"{name}.".startswith(f"{other}.")}
 
 
-def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
-    """Return modules that import one another, in order, or nothing."""
-    sorter = TopologicalSorter(graph)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def test_no_module_imports_one_that_imports_it() -> None:
     modules = product_modules()
     graph = {name: edges(name, file.read_text(encoding="utf-8"), modules) for name, file in modules.items()}
-    assert circle(graph) == []
+    TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a circle
 
 
 # Run where a peer cannot be imported: what is said, and by which exception.
@@ -104,8 +94,6 @@ for missing, module in [pair.split(":") for pair in sys.argv[1:]]:
 def test_an_adapter_without_its_peer_names_the_extra() -> None:
     cases = {
         "trl:mismatch_ext.adapters.trl": "trl",
-        "transformers:mismatch_ext.adapters.trl": "trl",
-        "accelerate:mismatch_ext.adapters.trl": "trl",
         "transformers:mismatch_ext.adapters.transformers": "trl",
     }
     done = subprocess.run(
@@ -119,15 +107,6 @@ def test_an_adapter_without_its_peer_names_the_extra() -> None:
         assert f'pip install ".[{cases[case]}]"' in said
     # vLLM's adapter asks for vLLM when it is given an engine, so that TRL's works without.
     assert vllm == "imported"
-
-
-def test_a_command_without_its_peer_names_the_extra(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None; from mismatch_ext.adapters.cli import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "readiness", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "transformers is not installed" in done.stderr and 'pip install ".[trl]"' in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["mismatch_ext", "patches", "adapters"])
@@ -167,15 +146,6 @@ def test_the_public_names_load_when_they_are_used() -> None:
     assert names == set(mismatch_ext._MODULES)
     for name in names:
         assert getattr(mismatch_ext, name).__doc__, name
-    # Type checkers see the same homes.
-    tree = ast.parse(Path(mismatch_ext.__file__).read_text(encoding="utf-8"))
-    said = {
-        alias.name: str(node.module)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mismatch_ext")
-        for alias in node.names
-    }
-    assert said == {name: f"mismatch_ext.{module}" for name, module in mismatch_ext._MODULES.items()}
 
 
 # Imports a module and prints which of some others were loaded with it.

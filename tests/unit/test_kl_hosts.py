@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from mismatch_ext.testing import moments, row_term
@@ -48,15 +47,3 @@ def test_a_ratio_under_a_stop_gradient_is_another_term() -> None:
 
     assert judged("on-policy", loss).regularizes == "KL(ref||pi) of tokens, prefixes of pi"
     assert judged("off-policy", loss).regularizes == "KL(ref||pi) of tokens, prefixes of mu"
-
-
-def test_a_term_without_a_gradient_has_no_direction() -> None:
-    term = judged("on-policy", lambda logprobs, ref_logprobs, _: (logprobs - ref_logprobs).sum())
-    assert (term.cos, term.regularizes, term.value, term.responses) == (None, "0", 0.0, 1.0)
-
-
-def test_the_default_of_trl_changed_where_the_page_says() -> None:
-    defaults = {t.version: t.setting for t in read_terms() if t.host == "TRL" and t.default}
-    assert "1.9.0" in defaults
-    for version, setting in defaults.items():
-        assert setting == f"use_bias_correction_kl={Version(version) >= Version('1.10')}", version

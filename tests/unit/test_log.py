@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
-import math
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,16 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.banner import run_info, section_lines
+from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
-from mismatch_ext.closing import closing_lines
-from mismatch_ext.config import MismatchConfig, MonitorConfig
-from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.events import SYNC_UNANSWERED
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import EventRecord, read_run, segment_files
-from mismatch_ext.metrics_file import run_folder
-from mismatch_ext.names import TRL, VERL, HostNames
+from mismatch_ext.names import VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.routing.agreement import of_layer
@@ -116,39 +109,17 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     run.log.end("completed")
     data = read_run(tmp_path)
     assert data.header["run"]["host"] == "a loop" and [e.name for e in data.events] == ["early"]
+    assert data.header["patches"] == [{"name": "a/patch", "target": "some.module:Class.method"}]
     assert data.series("reward") == ([1], [0.25])
     # What was measured after the last log is written too.
     assert data.steps[-1].metrics["mismatch/logp_abs_diff_mean"] == 0.25
     assert [(end.step, end.status) for end in data.ends] == [(1, "completed")]
     said = capsys.readouterr().out
     assert "measures, and changes nothing in, a loop" in said and "training completed after 1 step" in said
-    assert re.search(r"engine +engine=vllm, model_dtype=float32", said)
-    # Patches are in the file, and on the console only if it is asked for more.
-    assert data.header["patches"] == [{"name": "a/patch", "target": "some.module:Class.method"}]
-    assert re.search(r"patches +1, named in metrics-\*.jsonl$", said, flags=re.M) and "some.module" not in said
 
 
-def test_a_verbose_console_shows_versions_and_patches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path)
-    with caplog.at_level(logging.INFO, logger="mismatch_ext"):
-        run.log.begin(None)
-        run.log.announce()
-    said = capsys.readouterr().out
-    assert re.search(r"patch +a/patch on some.module:Class.method$", said, flags=re.M)
-    assert re.search(rf"versions +mismatch-ext=\S+, torch={re.escape(torch.__version__)}", said)
-
-
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        ({}, {"reward", "mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/f_2", "mismatch/ess_token"}),
-        ({"alarms": {"seq_kl": {"above": 9}}}, {"mismatch/seq_kl"}),
-        ({"metrics": "all"}, {"mismatch/seq_kl", "mismatch/training_ppl"}),
-    ],
-)
-def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked: Any, shown: set[str]) -> None:
+@pytest.mark.parametrize("asked", [{}, {"alarms": {"seq_kl": {"above": 9}}}, {"metrics": "all"}])
+def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked: dict[str, Any]) -> None:
     block = MismatchConfig.parse({"monitor": asked})
     assert block is not None
     log = RunLog(block, tmp_path, info=Run(tmp_path).info, step=lambda: 1)
@@ -156,23 +127,8 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     log.sums.add_gap("train", **logprobs(0.5))
     logged = log.log(1, {"reward": 0.25})
     whole = read_run(tmp_path).steps[0].metrics
-    assert (
-        {"mismatch/training_ppl", "mismatch/seq_kl", "mismatch/alarms_raised"}
-        <= whole.keys()
-        == {"reward", *logged.metrics}
-    )
-    found = log.shown(whole | {"eval_mismatch/training_ppl": 1.0, "eval_mismatch/k3_kl": 0.0})
-    assert shown <= found.keys() and found.keys() >= {"mismatch/alarms_raised", "eval_mismatch/k3_kl"}
-    if not asked:
-        assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
-        assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
-
-
-def test_the_start_says_which_keys_of_a_preset_are_off_and_which_placement_is_used(tmp_path: Path) -> None:
-    block = block_of(sections={"correction": {"preset": "slime_mis", "veto": None}, "kl": {"estimator": "k3"}})
-    lines = "\n".join(section_lines(block))
-    assert re.search(r"correction +preset=slime_mis, veto=off$", lines, re.MULTILINE)
-    assert re.search(r"kl +estimator=k3, placement=both,", lines)
+    assert whole.keys() == {"reward", *logged.metrics} and "mismatch/k3_kl" in log.shown(whole)
+    assert ("mismatch/seq_kl" in log.shown(whole)) == bool(asked)
 
 
 USERS_OWN = (
@@ -189,23 +145,6 @@ def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_
     assert log.shown(dict.fromkeys(USERS_OWN, 0.5)) == dict.fromkeys(USERS_OWN, 0.5)
     assert log.shown(dict.fromkeys(("mismatch/seq_kl", "eval_mismatch/seq_kl"), 0.5)) == {}
     assert not any(map(of_layer, USERS_OWN)) and of_layer("mismatch/routing/layer_3_set_mismatch")
-
-
-def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
-    run = Run(tmp_path, k3_kl={"above": 1e-6, "patience": 1})
-    run.log.begin(None)
-    run.log.sums.add_gap("train", **logprobs(0.5))
-    assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
-
-
-@pytest.mark.parametrize("sections", [{"routing": {"mode": "R3"}}, {}])
-def test_an_alarm_advises_no_replay_that_is_on(sections: dict[str, Any], tmp_path: Path) -> None:
-    run = Run(tmp_path, sections=sections, k3_kl={"patience": 1})
-    run.log.begin(None)
-    run.log.sums.add_gap("train", **logprobs(0.5))
-    run.log.log(1, {})
-    (alarm,) = events(tmp_path, "alarm")
-    assert alarm.message.endswith("replay their routing.") == (not sections), alarm.message
 
 
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
@@ -236,25 +175,6 @@ def test_an_evaluation_is_a_segment_that_ends_once(tmp_path: Path) -> None:
     evaluate(run, 7, "eval/long")  # which does not make up for the one that failed
     data = read_run(tmp_path)
     assert (data.ending.status, data.ending.message) == ("failed", "ValueError: gone")
-    assert [header["of"] for header in data.headers] == ["evaluation"] * 3
-    assert data.splits == ["eval/familiar", "eval/long", "eval/unfamiliar"]
-
-
-def test_the_training_counts_whatever_was_evaluated_before_or_after_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    evaluate(run, 0)
-    train(run, range(1, 3))
-    assert ending(tmp_path) == ("training", "open")  # killed here, it is a training that broke off
-    evaluate(run, 2)
-    assert ending(tmp_path) == ("training", "open")
-    run.log.end("completed", step=2)
-    assert ending(tmp_path) == ("training", "completed")
-    with pytest.raises(ValueError), run.log.evaluation(2):
-        raise ValueError
-    data = read_run(tmp_path)
-    assert (data.ending.of, data.ending.status) == ("training", "completed")
-    assert [header["of"] for header in data.headers] == ["evaluation", "training", "evaluation"]
-    assert (data.series("reward", "eval/default")[0], data.header["segment"]) == ([0, 2], 1)
 
 
 def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,40 +186,23 @@ def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplo
     assert data.series("reward") == ([1, 2, 3], [1.0, 2.0, 3.0]) and data.series("reward", "eval/default")[0] == [0]
     assert caplog.text == ""
     files = {file: file.read_bytes() for file in segment_files(tmp_path)}
-    other = Run(tmp_path)
-    evaluate(other, 0, reward=0.25)
-    train(other, range(1, 2))
-    data = read_run(tmp_path)
-    assert data.series("reward") == ([1], [1.0]) and data.series("reward", "eval/default") == ([0], [0.25])
+    train(Run(tmp_path), range(1, 2))
+    assert read_run(tmp_path).series("reward") == ([1], [1.0])
     assert all(file.read_bytes() == before for file, before in files.items())
     assert caplog.text.count("holds an earlier run; its files stay, and no report reads them") == 1
-    train(other, range(1, 3))  # again by the same trainer
-    assert read_run(tmp_path).series("reward")[0] == [1, 2]
-    assert caplog.text.count("holds an earlier run") == 2
 
 
 def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
     log = Run(tmp_path).log
     log.begin()
-    for split, gap, native in (
-        ("train", 0.5, False),
-        ("eval/default", 0.25, False),
-        ("eval/default", 0.125, True),
-        ("train", 0.5, False),
-    ):
-        log.sums.add_gap(split, **logprobs(gap), native=native)
-    name = "mismatch/logp_abs_diff_mean"
+    for split, gap in (("train", 0.5), ("eval/default", 0.25), ("train", 0.5)):
+        log.sums.add_gap(split, **logprobs(gap))
+    log.sums.add_gap("eval/default", **logprobs(0.125), native=True)
+    name = "logp_abs_diff_mean"
     trained, evaluated = log.flush("train", 1), log.flush("eval/default", 1)
-    assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
-    assert (evaluated[name], evaluated["mismatch/tokens"]) == (0.25, 6)
-    assert evaluated["mismatch/native/logp_abs_diff_mean"] == 0.125 and "mismatch/native/tokens" not in trained
+    assert (trained[f"mismatch/{name}"], trained["mismatch/tokens"]) == (0.5, 12)
+    assert (evaluated[f"mismatch/{name}"], evaluated[f"mismatch/native/{name}"]) == (0.25, 0.125)
     assert log.flush("train", 2) == {} == log.flush("eval/default", 2)
-
-
-def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder(MonitorConfig(run_dir="~/x"), Path("out")) == tmp_path / "x"
-    assert run_folder(MonitorConfig(), Path("out")) == Path("out/mismatch")
 
 
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
@@ -311,22 +214,19 @@ def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
     assert read_run(tmp_path).series("x", "eval/default") == ([0], [9.0])
 
 
-@pytest.mark.parametrize(
-    ("names", "length"), [(None, "length"), (TRL, "completions/mean_length"), (VERL, "response_length/mean")]
-)
+@pytest.mark.parametrize(("names", "length"), [(None, "length"), (VERL, "response_length/mean")])
 def test_the_same_alarms_whatever_the_host_calls_a_metric(tmp_path: Path, names: HostNames | None, length: str) -> None:
     run = Run(tmp_path, names=names, length=STOP, misspelt={"above": 1.0})
     run.log.begin(None)
-    stops = [run.log.log(step, {length: value}).stop for step, value in enumerate((0.5, 2.0, 3.0, 0.5), 1)]
-    assert [stop is not None for stop in stops] == [False, True, False, False]
-    assert run.log.stopped == stops[1] is not None
+    logs = [run.log.log(step, {length: value}) for step, value in enumerate((0.5, 2.0, 3.0, 0.5), 1)]
+    assert [log.stop is not None for log in logs] == [False, True, False, False]
+    assert logs[1].metrics["mismatch/alarms_raised"] == 1 and run.log.stopped == logs[1].stop
     run.at = 4
     run.log.end("completed")
     found = [(e.step, e.level, e.data["status"]) for e in events(tmp_path, "alarm")]
     assert found == [(2, "warning", "raised"), (4, "info", "cleared")]
     assert [e.step for e in events(tmp_path, "unwatched")] == [1]  # said once, at the first log
-    assert len(run.told) == 2 and run.told[1] == stops[1]
-    assert read_run(tmp_path).ends[-1].message == stops[1]
+    assert read_run(tmp_path).ends[-1].message == logs[1].stop
 
 
 def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,76 +240,28 @@ def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         run.log.event("info", "lost", "with the step")
-        run.log.sums.add_gap("train", **logprobs(0.5))
         stop = run.log.log(2, {"x": 2.0}).stop
-    assert stop is not None and "x is 2 at step 2" in stop  # alarms need no file
-    said = [text for text in run.told if "No space left" in text]
-    assert len(said) == 1 and "The run goes on" in said[0]
+    assert stop is not None  # alarms need no file
+    (said,) = (text for text in run.told if "No space left" in text)
+    assert "The run goes on" in said
     run.log.log(3, {"x": 0.5})
-    run.at = 3
     run.log.end("completed")
     written = read_run(tmp_path)
     assert [record.step for record in written.steps] == [1, 3] and not written.problems
-    (event,) = events(tmp_path, "lines_lost")
-    assert event.data["lines"] > 3 and [end.status for end in written.ends] == ["completed"]
+    assert len(events(tmp_path, "lines_lost")) == 1 and [end.status for end in written.ends] == ["completed"]
 
 
-def test_a_disk_that_fills_before_the_header_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda fd, data: 0)
-        run.log.begin(4)
-        run.log.event("warning", "early", "waits for the file")
-        run.log.log(5, {"x": 0.5})
-    assert len([text for text in run.told if "only 0 of" in text]) == 1
-    run.log.log(6, {"x": 0.5})
-    run.log.end("completed")
-    written = read_run(tmp_path)
-    assert (written.header["of"], written.header["resume_step"]) == ("training", 4)
-    assert [record.step for record in written.steps] == [6]
-    assert len(events(tmp_path, "early")) == len(events(tmp_path, "lines_lost")) == 1
-    assert [end.status for end in written.ends] == ["completed"]
-
-
-@pytest.mark.parametrize("gone", ["full disk", "closed"])
-def test_a_banner_that_cannot_be_printed_ends_no_run(
-    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_is_gone_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise BrokenPipeError("the terminal is gone")
 
-    stream = Gone()
-    if gone == "closed":
-        stream = Gone()
-        stream.close()
     run = Run(tmp_path)
     run.log.begin(None)
-    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stdout", Gone())
     run.log.announce()
-    monkeypatch.setattr(sys, "stdout", None)
-    run.log.announce()
-
-
-def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-
-    def closed(text: str) -> None:
-        raise BrokenPipeError("the terminal is gone")
-
-    monkeypatch.setattr("mismatch_ext.terminal.say", closed)
     run.log.end("completed")
     assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
-
-
-def test_a_correction_that_leaves_nothing_is_logged_without_a_gap(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-    mask = torch.ones(2, 8, dtype=torch.bool)
-    run.log.mask("train", torch.zeros(2, 8), mask)
-    metrics = run.log.log(1, {}).metrics
-    assert metrics["mismatch/masked_token_frac"] == 1.0 and "mismatch/k3_kl" not in metrics
 
 
 class Other:
@@ -438,31 +290,18 @@ def test_the_main_process_decides_and_all_ranks_stop_together(tmp_path: Path) ->
     assert second.log.watch(1, {"x": 0.0}) == second.log.stopped == "stop, says the main process"
     other.said = None
     assert second.log.watch(2, {"x": 9.0}) is None
-    assert main.asked == other.asked == 1 and second.told == []  # words travel only if there is something to say
+    assert main.asked == other.asked == 1  # words travel only if there is something to say
     assert not (tmp_path / "nowhere").exists()
-    # Where no rule stops, nobody waits for anybody.
-    quiet = Run(tmp_path / "b", ranks=Other(1, said="?"), x={"above": 1.0})
-    assert quiet.log.watch(1, {"x": 9.0}) is None and quiet.log.ranks.asked == 0
 
 
-def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> None:
+def test_alarms_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> None:
     rule = {"above": 1.0, "patience": 2}
     first = Run(tmp_path, x=rule, y=rule, z=STOP)
     first.log.begin(None)
     first.log.sums.add_gap("train", **logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    ((step, gap),) = saved["log"]["growth"]["points"]
-    assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
-    counted = {
-        "flushes": {"train": 1},
-        "created": 1,
-        "growth": {"points": [[step, gap]]},
-        "sync_growth": {"points": []},
-        "bad_rows": {"logs": [], "since": 0},
-        "reasons_seen": {},
-    }
-    assert saved["log"] == counted and set(saved) == {"monitor", "log"}
+    assert saved["log"]["growth"]["points"] and saved["log"]["log_odds_growth"]["points"]
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
     second.log.load_state_dict(saved, step=1)
@@ -470,36 +309,12 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     logged = second.log.log(2, {"x": 2.0, "y": 2.0, "z": 2.0})
     raised = [e.data["metric"] for e in events(tmp_path, "alarm") if e.step == 2]
     assert raised == ["x", "z"]  # x goes on with its streak, y has another rule, z stops it again
-    assert logged.stop is not None and "z is 2" in logged.stop
-    assert [(e.step, e.data["metrics"]) for e in events(tmp_path, "alarms_anew")] == [(1, ["y"]), (1, ["z"])]
+    assert logged.stop is not None
+    assert [e.data["metrics"] for e in events(tmp_path, "alarms_anew")] == [["y"], ["z"]]
     assert json.loads(json.dumps(second.log.state_dict()["log"])) == saved["log"]
-
-    third = Run(tmp_path / "anew", x=rule)
-    third.log.load_state_dict({}, step=0)  # a checkpoint of a stock host
-    third.log.begin(None)
-    assert events(tmp_path / "anew", "alarms_anew") == []
-
-
-def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
-        Run(tmp_path / "file")
 
 
 def test_a_run_that_never_began_ends_without_a_file(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.log.end("failed", "before the first step")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_closing_lines_count_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.log.begin(None)
-    for step, engines in ((1, 2), (2, 1)):
-        for engine in range(engines):
-            run.log.event("warning", SYNC_UNANSWERED, f"rank {engine}: nothing is known of this update", step=step)
-        run.log.log(step, {"loss": 0.5, "mismatch/weight_sync_gap": 1e-3})
-    run.at = 2
-    run.log.end("completed")
-    (line,) = [line for line in closing_lines(read_run(tmp_path)) if line.startswith("  sync")]
-    assert line.endswith("no weight update failed, 2 unknown, first at step 1, last at step 2")

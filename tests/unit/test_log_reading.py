@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.host_logs import read_runs
@@ -50,96 +43,39 @@ def small_run(run_dir: Path) -> bytes:
 def test_everything_written_is_read_back(tmp_path: Path) -> None:
     small_run(tmp_path)
     data = read_run(tmp_path)
-    assert data.problems == ()
-    assert (data.header["schema"], data.header["segment"], data.header["of"]) == (1, 0, "training")
-    assert data.header["versions"] == {"torch": "2.13.0"}
-    assert [(s.step, s.split, s.metrics) for s in data.steps] == [
-        (1, "eval/long", {"reward": 0.25}),
-        (1, "train", {"reward": 0.5, "mismatch/k3_kl": 1e-6}),
-        (2, "train", {"reward": 0.75}),
-    ]
-    assert data.splits == ["train", "eval/long"] and data.series("reward") == ([1, 2], [0.5, 0.75])
+    assert data.problems == () and data.header["versions"] == {"torch": "2.13.0"}
+    assert data.series("reward") == ([1, 2], [0.5, 0.75]) and data.series("reward", "eval/long") == ([1], [0.25])
     assert data.profiles[0].profiles == {"position": PROFILE}
     assert (data.scatters[0].rollout_logprobs, data.scatters[0].old_logprobs) == ([-0.5, -1.0], [-0.25, -1.0])
-    event = data.events[0]
-    assert (event.level, event.name, event.data) == ("info", "weight_sync", {"max": 0.0})
+    assert (data.events[0].name, data.events[0].data) == ("weight_sync", {"max": 0.0})
     assert [(end.step, end.status) for end in data.ends] == [(2, "completed")]
-
-
-def test_each_line_is_one_write_and_on_disk_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads: list[bytes] = []
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: (payloads.append(data), write(fd, data))[1])
-    stream = SegmentFile.create(tmp_path, header=HEADER)
-    for step in range(3):
-        stream.step(step, {"reward": 1.0})
-        assert (tmp_path / "metrics-000.jsonl").read_bytes() == b"".join(payloads)
-    stream.close()
-    assert len(payloads) == 4 and all(p.endswith(b"\n") and p.count(b"\n") == 1 for p in payloads)
 
 
 def test_the_file_is_strict_json(tmp_path: Path) -> None:
     with run_stream(tmp_path, header={"trainer": {"scale": math.inf}}) as stream:
-        stream.step(np.int64(0), {"a": math.nan, "b": np.float32("inf"), "c": np.float64(0.5), "d": None})
+        stream.step(np.int64(0), {"a": math.nan, "b": np.float32("inf"), "c": np.float64(0.5)})
         stream.event(0, "info", "odd", "half a \ud83d pair")
         with pytest.raises(RecordError, match="event line cannot be written"):
             stream.event(0, "info", "x", "y", {"tensor": torch.zeros(2)})
     lines = (tmp_path / "metrics-000.jsonl").read_text().splitlines()
     header, step, *_ = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert header["trainer"] == {"scale": None} and header["nonfinite"] == ["trainer.scale"]
-    assert step["metrics"] == {"a": None, "b": None, "c": 0.5, "d": None} and step["nonfinite"] == ["a", "b"]
+    assert header["nonfinite"] == ["trainer.scale"]
+    assert step["metrics"] == {"a": None, "b": None, "c": 0.5} and step["nonfinite"] == ["a", "b"]
     data = read_run(tmp_path)
     assert data.problems == () and data.events[0].message == "half a ? pair"
 
 
-def test_unwritable_places_are_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for place in (tmp_path / "file" / "below", Path("/proc/nowhere/run"), Path("nul\0byte")):
-        with pytest.raises(RunDirectoryError, match=r"cannot be written.*mismatch\.monitor\.run_dir") as caught:
-            SegmentFile.create(place, header=HEADER, resume_step=1)
-        assert str(place) in str(caught.value)
-
-
 def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SegmentFile.create(tmp_path, header=HEADER)
-    stream.step(1, {"reward": 1.0})
-    before = (tmp_path / "metrics-000.jsonl").read_bytes()
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
         with pytest.raises(RunDirectoryError, match="only 7 of .* bytes"):
-            stream.step(2, {"reward": 1.0})
-    assert (tmp_path / "metrics-000.jsonl").read_bytes() == before
+            stream.step(1, {"reward": 1.0})
     stream.step(2, {"reward": 2.0})
     stream.close()
-    assert [s.step for s in read_run(tmp_path).steps] == [1, 2]
-
-
-def test_a_torn_line_stays_in_its_file_and_is_named(tmp_path: Path) -> None:
-    before = small_run(tmp_path)
-    torn = before[: before.rindex(b"\n", 0, -1) + 1] + b'{"kind":"step","se'
-    (tmp_path / "metrics-000.jsonl").write_bytes(torn)
-    with run_stream(tmp_path, header=HEADER, resume_step=2) as stream:
-        stream.step(3, {"reward": 1.0})
-    assert (tmp_path / "metrics-000.jsonl").read_bytes() == torn
     data = read_run(tmp_path)
-    assert (data.header["segment"], data.header["resume_step"]) == (1, 2)
-    (problem,) = data.problems
-    assert problem.startswith("metrics-000.jsonl, line 8 is torn")
-    assert [event.name for event in data.events if event.segment == 1] == ["resumed"]
-    assert data.series("reward")[0] == [1, 2, 3]
-
-
-def test_a_header_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(RunDirectoryError, match="No space left"):
-            SegmentFile.create(tmp_path, header=HEADER)
-    assert not list(tmp_path.iterdir())
-    assert SegmentFile.create(tmp_path, header=HEADER).segment == 0
+    assert [s.step for s in data.steps] == [2] and data.problems == ()
 
 
 def test_a_training_that_resumes_none_is_a_run_of_its_own(tmp_path: Path) -> None:
@@ -164,39 +100,25 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
     # The checkpoint was of step 4; the second segment runs 5 and 6 again and never reaches 7.
     with run_stream(tmp_path, header=HEADER, resume_step=4) as stream:
         stream.step(5, {"reward": 50.0})
+        stream.step(5, {"loss": 4.0})
         stream.step(6, {"reward": 60.0})
         with (tmp_path / "metrics-000.jsonl").open("a") as late:  # of the first process, which was not dead yet
-            for step in (6, 8):
-                line = {"kind": "step", "segment": 0, "step": step, "split": "train", "metrics": {"reward": 5.5}}
-                late.write(json.dumps(line) + "\n")
-        stream.profile(6, {"position": PROFILE})
+            line = {"kind": "step", "segment": 0, "step": 6, "split": "train", "metrics": {"reward": 5.5}}
+            late.write(json.dumps(line) + "\n")
     data = read_run(tmp_path)
     assert data.series("reward") == ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
-    assert data.steps[4].metrics == {"reward": 50.0}
-    assert [(p.step, p.segment) for p in data.profiles] == [(6, 1)]
-    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 8" in data.problems[0]
-
-
-def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=HEADER) as stream:
-        stream.step(1, {"reward": 1.0, "loss": 3.0})
-        stream.step(1, {"mismatch/k3_kl": 2.0, "loss": 4.0})
-    assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0, "loss": 4.0, "mismatch/k3_kl": 2.0}
+    assert data.steps[4].metrics == {"reward": 50.0, "loss": 4.0} and data.profiles == ()
+    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0]
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"garbage", "metrics-000.jsonl, line 2 was left out: Invalid JSON"),
+        (b"garbage", "metrics-000.jsonl, line 2 was left out"),
         (b"\xff\xfe\xfa", "Invalid JSON"),
-        (b"[1]", "an object"),
         (b"[" * 100_000, "recursion"),
-        (b'{"kind":"step","segment":0,"step":1,"split":"train","metrics":{"a":NaN}}', "finite number"),
         (b'{"kind":"step","segment":0,"step":1,"split":"train","metrics":{"a":"x"}}', r"step\.metrics\.a"),
-        (b'{"kind":"step","segment":0,"step":-1,"split":"train","metrics":{}}', r"step\.step"),
-        (b'{"kind":"step","segment":0,"step":1,"split":"other","metrics":{}}', r"step\.split"),
         (b'{"kind":"news","segment":0,"step":1}', "news"),
-        (b'{"kind":"event","segment":0,"step":1,"level":"fatal","name":"x","message":""}', r"event\.level"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, line: bytes, problem: str) -> None:
@@ -230,101 +152,22 @@ def count(data: RunData) -> int:
     return sum(map(len, (data.headers, data.steps, data.profiles, data.scatters, data.events, data.ends)))
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-almost_lines = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["header", "step", "profile", "scatter", "event", "end"]),
-        "segment": st.integers(0, 3) | json_values,
-        "step": st.integers(0, 5) | json_values,
-    },
-    optional={
-        "split": st.just("train") | json_values,
-        "metrics": st.dictionaries(st.text(max_size=4), json_values, max_size=3) | json_values,
-        "profiles": json_values,
-        "of": st.just("evaluation") | json_values,
-        "resume_step": st.integers(0, 5) | json_values,
-        "message": json_values,
-        "rollout_logprobs": json_values,
-    },
-).map(lambda line: json.dumps(line).encode())
-
-
-@settings(max_examples=80, deadline=None)
-@given(garbage=st.lists(st.binary(max_size=40) | almost_lines, max_size=6))
-def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
-    run_dir = tmp_path_factory.mktemp("run")
-    good = b'{"kind":"end","segment":7,"step":9,"status":"completed","message":"kept"}'
-    (run_dir / "metrics-000.jsonl").write_bytes(b"\n".join([*garbage, good]))
-    data = read_run(run_dir)
-    assert data.ends[-1].message == "kept" and data.ending is not None
-    SegmentFile.create(run_dir, header=HEADER, resume_step=0).close()
-    assert read_run(run_dir).events[-1].name == "resumed"
-
-
-WRITER = """
-import sys
-from mismatch_ext.metrics_file import SegmentFile
-stream = SegmentFile.create(sys.argv[1], header={"run": {"name": "killed"}})
-step = 0
-while True:
-    step += 1
-    stream.step(step, {f"metric_{i}": step / 7 for i in range(200)})
-"""
-
-
-def test_a_killed_writer_leaves_whole_lines_and_is_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics-000.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
-    try:
-        while not path.exists() or path.read_bytes().count(b"\n") < 50:
-            assert process.poll() is None
-            time.sleep(0.01)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    killed = path.read_bytes()
-    data = read_run(tmp_path)
-    assert data.ending.status == "open" and len(data.problems) <= 1
-    last = data.last_step
-    assert [s.step for s in data.steps] == list(range(1, last + 1)) and last >= 49
-    with run_stream(tmp_path, header=HEADER, resume_step=last) as stream:
-        stream.step(last + 1, {"reward": 1.0})
-    assert path.read_bytes() == killed
-    resumed = read_run(tmp_path)
-    assert resumed.problems == data.problems and resumed.last_step == last + 1 and resumed.ending.status == "completed"
-
-
-def test_runs_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "mismatch"])
+def test_runs_are_found(folder: str, tmp_path: Path) -> None:
     for name in ("fp16", "bf16"):
-        small_run(tmp_path / "runs" / name)
-        small_run(tmp_path / "outputs" / name / "mismatch")
-    (tmp_path / "runs" / "notes").mkdir()
-    runs, outputs = tmp_path / "runs", tmp_path / "outputs"
-    for root, folder in ((runs, ""), (outputs, "mismatch")):
-        assert {name: run.path for name, run in read_runs(root).items()} == {
-            name: root / name / folder for name in ("bf16", "fp16")
-        }
-        ((name, run),) = read_runs(root / "bf16").items()
-        assert (name, run.path) == ("bf16", root / "bf16" / folder)
-        ((name, run),) = read_runs(run.path / "metrics-000.jsonl").items()
-        assert run.path == root / "bf16" / folder and run.problems == ()
-    (tmp_path / "file").touch()
-    for place, why in (
-        (
-            tmp_path / "absent",
-            r"does not exist; give a folder that holds metrics-\*.jsonl .* a log without this package",
-        ),
-        (tmp_path / "file", "holds no step"),
-        (runs / "notes", r"holds no metrics-\*.jsonl and no other log"),
-    ):
-        with pytest.raises(RunDirectoryError, match=why) as caught:
+        small_run(tmp_path / "runs" / name / folder)
+    (tmp_path / "runs/notes").mkdir()
+    found = {name: run.path for name, run in read_runs(tmp_path / "runs").items()}
+    assert found == {name: tmp_path / "runs" / name / folder for name in ("bf16", "fp16")}
+    for place in (tmp_path / "runs/bf16", found["bf16"] / "metrics-000.jsonl"):
+        ((name, run),) = read_runs(place).items()
+        assert run.path == found["bf16"]
+
+
+def test_a_place_without_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    for place, why in ((tmp_path / "absent", "does not exist"), (tmp_path / "notes", r"holds no metrics-\*.jsonl")):
+        with pytest.raises(RunDirectoryError, match=why):
             read_runs(place)
-        assert str(place) in str(caught.value)
-    with pytest.raises(RunDirectoryError, match="holds no metrics-"):
-        read_run(tmp_path)
     (tmp_path / "metrics-000.jsonl").touch()
     assert "is empty" in read_run(tmp_path).problems[0] and "no header" in read_run(tmp_path).problems[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,13 +44,8 @@ def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
     # The paper's Qwen3-4B: 1.8 * 110 = 198. The median of 5 sees the surge at step 112, and dates it back to 110.
     current, multipliers = run(DEFAULT, [1000.0] * 110 + [3500.0] * 790)
     assert multipliers == [max(0.5 ** (step // 198), 0.1) for step in range(900)]
-    assert lr_metrics(current, DEFAULT) == {
-        "lr_multiplier": 0.1,
-        "lr_surges": 1.0,
-        "lr_surge_step": 110.0,
-        "lr_period": 198.0,
-        "lr_surge_threshold": 2000.0,
-    }
+    found = lr_metrics(current, DEFAULT)
+    assert (found["lr_surge_step"], found["lr_period"], found["lr_surge_threshold"]) == (110.0, 198.0, 2000.0)
 
 
 def test_the_period_is_rounded_and_at_least_1() -> None:
@@ -81,11 +75,10 @@ def test_steps_may_be_left_out_but_never_go_back() -> None:
     assert lr_step(NEW, None, SMALL, step=1)[1] == 1.0  # hosts that count from 1
 
 
-@pytest.mark.parametrize("name", ["response_length", "truncated_fraction", "mismatch_kl", "grad_norm", "f_tau"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
-def test_a_broken_statistic_is_named_even_if_it_is_not_the_trigger(name: str, value: float) -> None:
-    with pytest.raises(RecordError, match=f"step 0: {name}="):
-        lr_step(NEW, {"response_length": 1.0, name: value}, DEFAULT, step=0)
+def test_a_broken_statistic_is_named_even_if_it_is_not_the_trigger(value: float) -> None:
+    with pytest.raises(RecordError, match="step 0: mismatch_kl="):
+        lr_step(NEW, {"response_length": 1.0, "mismatch_kl": value}, DEFAULT, step=0)
 
 
 def test_a_missing_statistic_a_fraction_above_1_and_another_triggers_state_are_refused() -> None:
@@ -99,9 +92,8 @@ def test_a_missing_statistic_a_fraction_above_1_and_another_triggers_state_are_r
 
 
 def test_a_damaged_state_is_refused_by_its_types_and_settings_may_change() -> None:
-    for key, value in (("step", -2), ("history", [{"step": 1}]), ("baseline", {"center": -1.0, "spread": 0.0})):
-        with pytest.raises(RecordError, match=rf"lr\.{key}"):
-            from_json(LrState, to_json(NEW) | {key: value}, "lr")
+    with pytest.raises(RecordError, match=r"lr\.history"):
+        from_json(LrState, to_json(NEW) | {"history": [{"step": 1}]}, "lr")
     surged = dataclasses.replace(NEW, step=199, surge_step=100)
     assert lr_multiplier(surged, LrConfig(decay=0.2)) == pytest.approx(0.2)
 
@@ -109,13 +101,9 @@ def test_a_damaged_state_is_refused_by_its_types_and_settings_may_change() -> No
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"period": 0}, "mismatch.lr.period: 0"),
         ({"decay": 1.0}, "mismatch.lr.decay: 1.0"),
-        ({"floor": 0.0}, "mismatch.lr.floor: 0.0"),
-        ({"warmup_steps": -1}, "mismatch.lr.warmup_steps"),
         ({"period": 3, "trigger": "f_tau"}, "trigger: 'f_tau' has no effect with period=3"),
         ({"surge_ratio": 1.0}, "mismatch.lr.surge_ratio"),
-        ({"baseline_window": 0}, "mismatch.lr.baseline_window"),
     ],
 )
 def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
@@ -186,11 +174,6 @@ def test_fewer_than_half_of_the_smoothed_batches_change_nothing(spikes: int, sur
     assert sim.first_surge(DEFAULT, series([100.0] * 60 + [1e6] * spikes + [100.0] * 60)) == surge
 
 
-def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
-    # The median of 1 1 9 9 9 is 9; of 1 1 1 9 9 it was 1.
-    assert sim.first_surge(LrConfig(baseline_window=5), series([9.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0])) == (4, 6)
-
-
 def test_the_threshold_by_hand() -> None:
     # Median of 1..9 is 5, median deviation 2, so spread 2.9652; 2 * 5 = 10, 5 + 4 * 2.9652 = 16.86, least 1.
     current, _ = run(LrConfig(baseline_window=9), [float(k) for k in range(1, 10)])
@@ -201,58 +184,27 @@ def test_the_threshold_by_hand() -> None:
     assert lr.surge_threshold(Baseline(center=0.1, spread=0.1), DEFAULT) == 1.0
 
 
-def test_a_baseline_of_zero_has_no_multiple() -> None:
-    values = series([0.0] * 5 + [1.0])
-    assert sim.first_surge(LrConfig(trigger="grad_norm", baseline_window=1), values) is None
-    assert sim.first_surge(LrConfig(baseline_window=1), values) == (5, 5)
+@pytest.mark.parametrize(
+    ("truncated", "surge"),
+    [
+        ([0.45] * 100, None),
+        ([0.1] * 60 + [0.59] * 40, None),
+        ([0.1] * 60 + [0.6] * 40, (60, 62)),
+        # A batch with a response that was aborted, of which nobody knows whether it was cut off.
+        ([0.1] * 40 + [None] + [0.1] * 19 + [0.6] * 40, (60, 62)),
+    ],
+)
+def test_truncated_responses_need_to_rise_over_their_own_baseline(
+    truncated: list[float | None], surge: tuple[int, int] | None
+) -> None:
+    assert sim.first_surge(DEFAULT, series([500.0] * 100, truncated)) == surge
 
 
-def test_a_surge_in_the_baseline_is_seen_from_its_second_half_on_only() -> None:
-    assert sim.first_surge(DEFAULT, series([100.0] * 30 + [400.0] * 50)) is not None
-    assert sim.first_surge(DEFAULT, series([100.0] * 20 + [400.0] * 80)) is None
-
-
-def test_truncated_responses_need_to_rise_over_their_own_baseline() -> None:
-    flat = [500.0] * 100
-    assert sim.first_surge(DEFAULT, series(flat, [0.45] * 100)) is None
-    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.59] * 40)) is None
-    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.6] * 40)) == (60, 62)
-    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.9] * 2 + [0.1] * 38)) is None
-    # Batches with a response that was aborted, of which nobody knows whether it was cut off.
-    holes = [None if k in (3, 40) else 0.1 for k in range(60)]
-    assert sim.first_surge(DEFAULT, series(flat, [*holes, *[0.6] * 40])) == (60, 62)
-
-
-def test_one_long_batch_noise_and_a_ramp_deceive_other_detectors_but_not_ours() -> None:
-    spike = [1000.0] * 70 + [6000.0] + [1000.0] * 100
-    assert (fixed_baseline_raw(spike), ratio_to_moving_average(spike)) == (70, 70)
-    assert sim.first_surge(DEFAULT, series(spike)) is None
-    rng = np.random.default_rng(0)
-    noise = sim.measurements(sim.flat(rng, 400), rng, responses=64)
-    assert ratio_to_moving_average([m.value for m in noise]) is not None
-    assert sim.first_surge(DEFAULT, noise) is None
-    # 9 % a batch: the average is at most 9 % / alpha behind, 1.18 times. The lengths grow to 3.5 times in 15 batches.
+def test_a_ramp_that_a_moving_average_would_follow_is_found() -> None:
+    # 9 % a batch: an average over the last batches is at most 1.18 times behind. The lengths grow to 3.5 times in 15 batches.
     ramp = [1000.0 * 1.09 ** min(max(k - 99, 0), 15) for k in range(200)]
-    assert ramp[-1] / ramp[0] > 3.5 and all(b / a < 1.1 for a, b in pairwise(ramp))
-    assert ratio_to_moving_average(ramp) is None
     surge = sim.first_surge(DEFAULT, series(ramp))
     assert surge is not None and surge[0] == 108  # the first above twice the baseline: 1.09^9 = 2.17, 1.09^8 = 1.99
-
-
-def fixed_baseline_raw(values: list[float]) -> int | None:
-    """Baseline: mean of the first 50; the surge is the first single value above 3 times that."""
-    baseline = sum(values[:50]) / 50
-    return next((k for k, v in enumerate(values) if k >= 50 and v > 3.0 * baseline), None)
-
-
-def ratio_to_moving_average(values: list[float], alpha: float = 0.5, ratio: float = 1.2) -> int | None:
-    """The surge is the first value above `ratio` times the moving average of those before, which follows it."""
-    average = values[0]
-    for k, value in enumerate(values[1:], 1):
-        if value / average >= ratio:
-            return k
-        average = alpha * value + (1 - alpha) * average
-    return None
 
 
 # Statistics.
@@ -263,23 +215,17 @@ def test_the_mean_length_is_over_responses_not_over_ranks() -> None:
     ranks = [torch.tensor([10]), torch.tensor([2, 2, 2]), torch.tensor([], dtype=torch.long)]
     sums = merged(*(lr.length_sums(lengths, lengths >= 10) for lengths in ranks))
     assert lr.length_statistics(sums) == {"responses": 4, "response_length": 4.0, "truncated_fraction": 0.25}
-    assert lr.length_statistics(lr.length_sums(ranks[0])) == {"responses": 1, "response_length": 10.0}
     assert lr.length_statistics(lr.length_sums(ranks[2], ranks[2] > 0)) == {"responses": 0}
     # 2^24 + 1 is the first integer that float32 does not hold.
     assert lr.length_statistics(lr.length_sums(torch.tensor([2**24 + 1])))["response_length"] == 2**24 + 1
 
 
 def test_statistics_of_a_gap_and_of_a_batch_that_was_measured_elsewhere() -> None:
-    sums = gap_sums(
-        old=torch.tensor([[-1.0, -2.0]]), rollout=torch.tensor([[-1.0, -3.0]]), mask=torch.tensor([[True, True]])
-    )
+    mask = torch.tensor([[True, True]])
+    sums = gap_sums(old=torch.tensor([[-1.0, -2.0]]), rollout=torch.tensor([[-1.0, -3.0]]), mask=mask)
     # exp(1) - 1 - 1 on one of two tokens.
     expected = {"mismatch_kl": pytest.approx((math.e - 2) / 2), "f_tau": 0.5}
-    assert lr.gap_statistics(sums) == expected
-    gap, lengths = gap_metrics(sums), torch.tensor([4, 6, 8])
-    truncated = torch.tensor([False, True, True])
-    assert lr.leading_statistics("f_tau", lengths, truncated, gap) == expected
-    assert lr.leading_statistics("f_tau", lengths, truncated, {}) == {}
-    assert lr.leading_statistics("grad_norm", lengths, truncated, gap) == {}
+    lengths, truncated = torch.tensor([4, 6, 8]), torch.tensor([False, True, True])
+    assert lr.gap_statistics(sums) == lr.leading_statistics("f_tau", lengths, truncated, gap_metrics(sums)) == expected
     of_lengths = {"responses": 3, "response_length": 6.0, "truncated_fraction": 2 / 3}
     assert lr.leading_statistics("response_length", lengths, truncated, {}) == of_lengths

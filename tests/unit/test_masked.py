@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
-from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
 from mismatch_ext.sums import merged
 
@@ -50,37 +47,23 @@ def test_weights_of_responses_stand_for_all_of_their_tokens_and_parts_add_up() -
 
 
 @pytest.mark.parametrize(
-    ("long", "short", "raised"),
+    ("lost", "of", "raised"),
     [
-        ((40, 100), (5, 100), {"masked_token_frac", "masked_long_ratio_low"}),
-        ((20, 100), (20, 100), {"masked_token_frac"}),  # long ones no more often
-        ((1, 3), (0, 3), {"masked_token_frac"}),  # too few to tell
-        ((0, 100), (0, 100), set()),
+        ((40, 5), 100, {"masked_token_frac", "masked_long_ratio_low"}),
+        ((20, 20), 100, {"masked_token_frac"}),  # long ones no more often
+        ((1, 0), 3, {"masked_token_frac"}),  # too few to tell
+        ((0, 0), 100, set()),
     ],
 )
-def test_alarms(long: tuple[int, int], short: tuple[int, int], raised: set[str]) -> None:
-    (lost, longs), (some, shorts) = long, short
-    # As many responses of a middling length as of the other two, of which none is masked.
-    lengths = torch.tensor([16] * longs + [8] * (longs + shorts) + [2] * shorts)
-    kept = torch.tensor([0] * lost + [1] * (longs - lost + longs + shorts) + [0] * some + [1] * (shorts - some))
+def test_alarms(lost: tuple[int, int], of: int, raised: set[str]) -> None:
+    """Of so many long responses and short ones some are masked; as many of a middling length are kept."""
+    lengths = torch.tensor([16, 8, 2]).repeat_interleave(torch.tensor([of, 2 * of, of]))
     mask = (torch.arange(16) < lengths[:, None]).long()
-    metrics = {PREFIX + name: value for name, value in masked_metrics(masked_sums(kept[:, None], mask)).items()}
+    kept = torch.ones(4 * of, 1)
+    kept[: lost[0]] = 0
+    kept[3 * of : 3 * of + lost[1]] = 0
+    metrics = {PREFIX + name: value for name, value in masked_metrics(masked_sums(kept, mask)).items()}
     state, rules = AlarmState(), rules_of(MonitorConfig())
     for step in range(3):
         state, alarms = watch(state, metrics, rules, step)
     assert {alarm.metric.removeprefix(PREFIX) for alarm in alarms} == raised, metrics
-
-
-def test_a_log_has_the_shares_of_a_split_since_the_last_one(tmp_path: Path) -> None:
-    block = MismatchConfig()
-    header: dict[str, Any] = {"run": {"host": "x"}, "names": {}}
-    log = RunLog(block, tmp_path, info=lambda: header, step=lambda: 1)
-    weights, mask = batch()
-    logprobs = torch.full(mask.shape, -1.0)
-    for split in ("train", "eval/default"):
-        log.sums.add_gap(split, old=logprobs, rollout=logprobs, mask=mask)
-    log.mask("train", weights, mask)
-    assert log.measured(1)["mismatch/masked_token_frac"] == 0.5
-    assert "mismatch/masked_token_frac" not in log.measured(1, "eval/default")
-    log.sums.add_gap("train", old=logprobs, rollout=logprobs, mask=mask)
-    assert "mismatch/masked_token_frac" not in log.measured(2)

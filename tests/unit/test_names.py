@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from docs.generate import MEANINGS
-from mismatch_ext.alarms import DEFAULTS, resumed, unwatched
+from mismatch_ext.alarms import unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.names import HOSTS, MEANING, OVER_UPDATES, TRL, VERL, HostNames, Role, names_of
-from mismatch_ext.report import load_runs, summarize, tables
+from mismatch_ext.names import HOSTS, TRL, VERL, HostNames, Role, names_of
+from mismatch_ext.report import load_runs
 from mismatch_ext.report.figures import sections
-from mismatch_ext.states import to_json
-from tests.unit.synthetic_runs import header, run_stream, write_run
 from tests.watching import Watching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,38 +49,26 @@ def logged(run_dir: Path, name: str) -> list[float]:
     return [metrics[name] for metrics in steps_of(run_dir / "metrics-000.jsonl")]
 
 
-def test_what_is_not_averaged_over_updates_is_a_metric_of_ours() -> None:
-    assert set(OVER_UPDATES.values()) == {"sum", "last"}
-    assert OVER_UPDATES.keys() <= {name.rpartition("/")[2] for name in MEANING}
-
-
 def test_roles_names_and_meanings_are_of_one_set() -> None:
     assert set(MEANINGS) == set(Role)
     for names in (HostNames(), *HOSTS.values()):
-        assert {role: names.of(role) for role in Role} == {
-            Role(key): value for key, value in names.to_dict().items() if key != "next_rate"
-        }
         assert all(names.role(names.of(role)) == role for role in Role)
         assert names.of("mismatch/kl") == names.role("mismatch/kl") == "mismatch/kl"
 
 
-def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plot", "metric"),
+    [
+        ("reward", "critic/score/mean"),
+        ("length", "response_length/mean"),
+        ("loss", "actor/loss"),
+        ("grad-norm", "actor/grad_norm"),
+    ],
+)
+def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(plot: str, metric: str, tmp_path: Path) -> None:
     run_dir = recorded("stock_rate", tmp_path / "run")
-    found = plots(run_dir)
-    for plot, metric in {
-        "reward": "critic/score/mean",
-        "length": "response_length/mean",
-        "loss": "actor/loss",
-        "grad-norm": "actor/grad_norm",
-        "entropy": "actor/entropy",
-    }.items():
-        (trace,) = found[plot]
-        assert trace["x"] == [1, 2, 3] and trace["y"] == logged(run_dir, metric), plot
-    runs = load_runs(run_dir)
-    summary = summarize(runs)
-    rewards = logged(run_dir, "critic/score/mean")
-    assert (summary.rows[0].reward_first, summary.rows[0].reward_last) == (rewards[0], rewards[2])
-    assert tables.missing(runs, summary) == []
+    (trace,) = plots(run_dir)[plot]
+    assert trace["x"] == [1, 2, 3] and trace["y"] == logged(run_dir, metric)
 
 
 def test_the_rate_that_was_applied_is_read_whether_the_stream_has_it_or_the_next_one(tmp_path: Path) -> None:
@@ -95,51 +79,16 @@ def test_the_rate_that_was_applied_is_read_whether_the_stream_has_it_or_the_next
     assert read_run(applied).series(Role.LEARNING_RATE) == ([1, 2, 3], [2.5e-4, 5e-4, 7.5e-4])
 
 
-def test_the_next_rate_is_not_drawn_where_a_step_is_missing(tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=header("a", names={"next_rate": True})) as stream:
-        for step in (1, 2, 5, 6):
-            stream.step(step, {"learning_rate": float(step)})
-    assert read_run(tmp_path).series(Role.LEARNING_RATE) == ([2, 6], [1.0, 5.0])
-    assert read_run(tmp_path).series("learning_rate") == ([1, 2, 5, 6], [1.0, 2.0, 5.0, 6.0])
-
-
 @pytest.mark.parametrize(
-    ("head", "expected"),
+    ("names", "expected"),
     [
-        ({}, HostNames()),
-        ({"run": {"host": "verl 0.9.1 PPOTrainerSync"}, "names": {}}, HostNames()),
-        (
-            {"names": {"length": "my/length", "loss": 3, "next_rate": "yes", "other": "x"}},
-            HostNames(length="my/length"),
-        ),
-        ({"names": "TRL"}, HostNames()),
-        ({"names": VERL.to_dict()}, VERL),
+        ({"length": "my/length", "loss": 3, "next_rate": "yes", "other": "x"}, HostNames(length="my/length")),
+        ("TRL", HostNames()),
+        (VERL.to_dict(), VERL),
     ],
 )
-def test_names_come_from_the_header(head: dict[str, Any], expected: HostNames) -> None:
-    assert names_of(head) == expected
-
-
-def test_a_trl_stream_has_trls_names(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", "bf16", steps=3)
-    found = plots(run_dir)
-    assert found["length"][0]["y"] == read_run(run_dir).series("completions/mean_length")[1] != []
-    assert [trace["name"] for trace in found["reward"]] == ["bf16", "bf16, eval/unfamiliar"]
-
-
-def test_a_loop_of_ones_own_logs_roles_or_names_its_metrics(tmp_path: Path) -> None:
-    for name, names in (("plain", {}), ("named", {"length": "tokens per answer"})):
-        with run_stream(tmp_path / name, header=header(name, names=names)) as stream:
-            for step in range(3):
-                stream.step(step, {HostNames(**names).length: 7.0, "reward": 0.5})
-    assert [trace["y"] for trace in plots(tmp_path)["length"]] == [[7.0] * 3] * 2
-
-
-def test_a_reward_that_is_missing_is_missed_by_its_name(tmp_path: Path) -> None:
-    run_dir = recorded("stock_rate", tmp_path / "run", names=VERL.to_dict() | {"reward": "my/reward"})
-    runs = load_runs(run_dir)
-    ((_, text),) = tables.missing(runs, summarize(runs))
-    assert text == "no reward was recorded (by this host's name for it, `my/reward`)."
+def test_names_come_from_the_header(names: Any, expected: HostNames) -> None:
+    assert names_of({"names": names}) == expected
 
 
 # Alarms.
@@ -158,12 +107,6 @@ def test_an_alarm_on_a_role_watches_what_the_host_logs(names: HostNames, role: R
     assert [alarm.metric for alarm in monitor.observe(1, log)] == [names.of(role)]
 
 
-def test_a_metric_of_that_very_name_goes_before_the_role() -> None:
-    monitor = Watching(section(length={"above": 5.0, "patience": 1}), names=TRL)
-    log = {"length": 9.0, "completions/mean_length": 3.0, "mismatch/length": 1.0}
-    assert [alarm.metric for alarm in monitor.observe(1, log)] == ["length"]
-
-
 def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
     for names in HOSTS.values():
         monitor = Watching(MonitorConfig(), names)
@@ -180,12 +123,6 @@ def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken()
     assert [alarm.metric for alarm in monitor.observe(4, steps[-1] | {"actor/loss": math.nan})] == ["actor/loss"]
 
 
-def test_a_built_in_alarm_is_refined_by_the_host_s_name_too() -> None:
-    rule = Watching(section(**{"actor/grad_norm": {"above": 10.0}}), VERL).rules["grad_norm"]
-    assert (rule.above, rule.patience, rule.source) == (10.0, 3, DEFAULTS["grad_norm"].source)
-    assert "grad_norm" not in Watching(section(**{"actor/grad_norm": {"above": 10.0}}), TRL).rules
-
-
 def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
     config = section(length={"above": 1}, **{"response_length/mean": {"above": 2}})
     with pytest.raises(ConfigError, match="'length' and 'response_length/mean' name one metric"):
@@ -193,46 +130,4 @@ def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
     assert set(Watching(config, TRL).rules) == {"length", "response_length/mean"}
 
 
-def test_a_state_that_was_saved_under_another_name_goes_on() -> None:
-    """Before names were a map, verl's norm was watched as `grad_norm`."""
-    before = Watching(section(grad_norm={"above": 1}))
-    before.observe(1, {"grad_norm": 2.0})
-    after = Watching(section(grad_norm={"above": 1}), VERL)
-    after.state, notes = resumed(to_json(before.state), after.rules)
-    assert notes == []
-    assert [a.metric for step in (2, 3) for a in after.observe(step, {"actor/grad_norm": 2.0})] == ["actor/grad_norm"]
-
-
-def test_a_misspelt_metric_is_named_with_the_nearest_of_the_first_log() -> None:
-    rules = Watching(section(length={"above": 1}, lenght={"above": 1}), VERL).rules
-    missing = unwatched(rules, {"response_length/mean": 3.0, "mismatch/k3_kl": 1e-3, "length": 3.0})
-    assert list(missing) == ["lenght"] and missing["lenght"].endswith("never watched. Did you mean 'length'?")
-
-
 # Advice.
-
-
-@pytest.mark.parametrize(
-    ("host", "file", "words", "foreign"),
-    [
-        ("trl", "host.py", ["fp16=True"], "mixed_precision"),
-        ("verl", "refusals.py", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
-    ],
-)
-def test_advice_on_precision_names_the_host_s_own_settings(
-    host: str, file: str, words: list[str], foreign: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # By its path: the package of an adapter imports the peer.
-    spec = importlib.util.spec_from_file_location(f"{host}_fixes", ROOT / "adapters" / host / file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their own
-    spec.loader.exec_module(module)
-    said = [
-        module.FIXES.for_autocast(dtype, off_on_cpu=on_cpu)
-        for dtype in ("float16", "bfloat16", "float32")
-        for on_cpu in (False, True)
-    ]
-    text = " ".join([*said, module.FIXES.masters, module.FIXES.reduction])
-    assert all(word in text for word in words) and foreign not in text
-    assert all(sentence.endswith(".") and "{" not in sentence for sentence in said)

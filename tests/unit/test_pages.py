@@ -61,20 +61,6 @@ def test_every_block_is_what_it_claims_to_be(page: Path) -> None:
             MismatchConfig.parse(settings["mismatch"])
 
 
-def test_messages_of_the_table_of_what_ends_a_run_are_those_of_the_source() -> None:
-    """A reader searches the page for the words of an error."""
-    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    section = page.partition("\n## What ends a run, and what does not\n")[2].partition("\n## ")[0]
-    cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
-    words = [found for cell in cells for found in re.findall(r"`([^`]+)`", cell)]
-    assert len(words) >= len(cells) - 2
-    # What a formatter has split over lines is one text.
-    paths = [path for folder in ("mismatch_ext", "adapters") for path in (ROOT / folder).rglob("*.py")]
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-    joined = re.sub(r'"\s*\n\s*f?"', "", sources)
-    assert [found for found in words if found not in joined] == []
-
-
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")]
 # An override of verl's, as on a command line or in a sentence: its key, and its value.
 OVERRIDE = re.compile(r"\+mismatch\.([a-z_.]+=(?:\{[^}\n]*\}|[\w.-]+))")
@@ -150,11 +136,6 @@ def test_users_need_no_other_name_of_the_core_than_the_public_ones() -> None:
         if name.split(".")[0] not in (*mismatch_ext.__all__, "testing", "sides")
     }
     assert not others, "\n".join(sorted(others))
-    assert core_names("from mismatch_ext.gap import (\n    k3,\n    gap_sums,\n)\n") == {
-        "gap.k3",
-        "gap.gap_sums",
-        "gap",
-    }
     assert len(mismatch_ext.__all__) <= 30
 
 
@@ -188,17 +169,7 @@ def test_public_functions_take_two_policies_by_keyword_because_swapped_ones_rais
     }
     by_position = {name for name, all_of in found.items() if any(one.kind is not one.KEYWORD_ONLY for one in all_of)}
     assert not by_position
-    taking = {name for name, all_of in found.items() if all_of}
-    assert {
-        "gap_sums",
-        "drift_sums",
-        "kl_estimate",
-        "kl_terms",
-        "kl_full",
-        "correct",
-        "Run.measure",
-        "Run.kl",
-    } <= taking
+    assert found["gap_sums"] and found["Run.measure"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

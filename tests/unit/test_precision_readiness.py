@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mismatch_ext.errors import PrecisionError
-from mismatch_ext.precision import readiness
 from mismatch_ext.precision.readiness import ReadinessReport, TensorReadiness, scan_activations, scan_weights
 
 pytestmark = pytest.mark.numeric
@@ -36,13 +34,6 @@ def test_counts_at_the_edges_of_float16() -> None:
     assert result.numel == 10
     assert (result.max_abs, result.headroom, result.overflow_frac) == (65504.0, 1.0, 0.0)
     assert (result.subnormal_frac, result.flush_frac) == (3 / 8, 2 / 8)
-
-
-def test_the_report_as_json() -> None:
-    report = ReadinessReport(weights=[scanned(1.0, 1e9)])
-    found = json.loads(json.dumps(report.to_dict()))
-    assert (found["verdict"], found["dtype"]) == ("not ready", "float16") and found["weights"][0]["overflow"] == 1
-    assert found["reasons"] == list(report.reasons) and found["activations"] == []
 
 
 @given(st.lists(st.floats(width=32, min_value=-1e5, max_value=1e5), min_size=1, max_size=50))
@@ -66,32 +57,10 @@ def test_a_value_that_is_not_finite_is_overflow_in_every_dtype(bad: float, dtype
     assert ReadinessReport(weights=[result], dtype=dtype).verdict == "not ready"
 
 
-def test_a_nan_in_a_later_chunk_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "CHUNK", 3)
-    result = scanned(1.0, math.nan, 2.0, 3.0, 70000.0, 0.0, 2**-20)
-    assert (result.numel, result.max_abs, result.overflow_frac) == (7, math.inf, 2 / 7)
-    assert result.subnormal_frac == 1 / 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_stored_dtypes_do_not_change_the_counts(dtype: torch.dtype) -> None:
-    # All three hold 2^-24 and 1 exactly.
-    (result,) = scan_weights([("w", torch.tensor([2**-24, 1.0, 0.0], dtype=dtype))])
-    assert (result.subnormal_frac, result.flush_frac) == (0.5, 0.0)
-
-
 def test_infinity_stored_in_float16_is_seen_by_a_wider_dtype() -> None:
     # In float16 the largest float32 is infinity, and infinity <= infinity: comparing there finds nothing.
     (result,) = scan_weights([("w", torch.tensor([1.0, math.inf], dtype=torch.float16))], "float32")
     assert result.overflow_frac == 0.5
-
-
-def test_bfloat16_and_float32_take_what_float16_does_not() -> None:
-    for dtype in ("bfloat16", "float32"):
-        result = scanned(1e30, 1e-30, dtype=dtype)
-        assert (result.overflow_frac, result.subnormal_frac, result.flush_frac) == (0.0, 0.0, 0.0)
-        assert ReadinessReport(weights=[result], dtype=dtype).verdict == "ready"
-    assert ReadinessReport(weights=[scanned(1e30)], dtype="float16").verdict == "not ready"
 
 
 def test_integer_and_empty_tensors_are_passed_over() -> None:
@@ -105,21 +74,17 @@ def test_integer_and_empty_tensors_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("values", "verdict", "reason"),
     [
-        ([8188.0], "ready", None),  # 65504 / 8
-        ([8189.0], "risky", "1 weights are within a factor 8 of 65504: w (max 8.19e+03)"),
-        ([65504.0], "risky", "within a factor 8"),
-        ([65505.0], "not ready", "1 weights exceed 65504 or are not finite: w (max 6.55e+04)"),
-        ([1e-6] + [1.0] * 9, "ready", None),  # 10 % exactly
-        ([1e-6] * 2 + [1.0] * 17, "risky", "subnormal in more than 10% of their nonzero elements: w (10.5%)"),
-        ([1e-9] + [1.0] * 19, "ready", None),  # 5 % exactly
-        ([1e-9] + [1.0] * 18, "risky", "round to zero in more than 5% of their nonzero elements: w (5.3%)"),
-        ([0.0] * 30 + [1.0], "ready", None),
+        ([8188.0], "ready", ""),  # 65504 / 8
+        ([8189.0], "risky", "within a factor 8"),
+        ([65505.0], "not ready", "exceed 65504"),
+        ([1e-6] + [1.0] * 9, "ready", ""),  # 10 % exactly
+        ([1e-6] * 2 + [1.0] * 17, "risky", "subnormal in more than 10%"),
+        ([1e-9] + [1.0] * 18, "risky", "round to zero in more than 5%"),
     ],
 )
-def test_thresholds(values: list[float], verdict: str, reason: str | None) -> None:
+def test_thresholds(values: list[float], verdict: str, reason: str) -> None:
     report = ReadinessReport(weights=[scanned(*values)], dtype="float16")
-    assert report.verdict == verdict
-    assert not report.reasons if reason is None else reason in report.reasons[0]
+    assert report.verdict == verdict and reason in " ".join(report.reasons)
 
 
 class Gated(nn.Module):
@@ -140,33 +105,16 @@ class Gated(nn.Module):
 
 def test_activations_between_modules_are_seen() -> None:
     model = Gated()
-    result = {t.name: t for t in scan_activations(model, lambda: model(torch.ones(1, 2)))}
+    found = scan_activations(model, lambda: model(torch.ones(1, 2)))
+    result = {one.name: one for one in found}
     assert list(result) == ["up (in)", "up (out)", "gate (in)", "gate (out)", "down (in)", "down (out)"]
     assert result["up (out)"].max_abs == 300.0
     assert (result["down (in)"].max_abs, result["down (in)"].overflow_frac) == (90000.0, 1.0)
-    assert result["down (out)"].max_abs == pytest.approx(0.09)
-    report = ReadinessReport(
-        weights=scan_weights(model.named_parameters()), activations=list(result.values()), dtype="float16"
-    )
+    report = ReadinessReport(weights=scan_weights(model.named_parameters()), activations=found, dtype="float16")
     assert report.verdict == "not ready"
-    assert "1 activations exceed 65504 or are not finite: down (in) (max 9e+04)" in report.reasons
-    assert "down.weight" in str(report) and "not ready" in str(report)
     # Really computing in float16 agrees.
     with torch.autocast("cpu", dtype=torch.float16):
         assert not torch.isfinite(model(torch.ones(1, 2))["out"][0]).all()
-
-
-def test_several_forwards_add_up_and_keep_the_model_as_it_was() -> None:
-    model = Gated()
-
-    def forward() -> None:
-        model(torch.ones(3, 2))
-        model(torch.full((1, 2), -2.0))
-
-    result = {t.name: t for t in scan_activations(model, forward)}
-    assert (result["up (in)"].numel, result["up (in)"].max_abs) == (8, 2.0)
-    assert result["down (in)"].overflow_frac == 1.0  # 90000 and 360000
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_hooks_go_even_when_the_forward_fails() -> None:
@@ -181,12 +129,6 @@ def test_scanning_nothing_is_an_error() -> None:
         scan_activations(Gated(), lambda: None)
     with pytest.raises(PrecisionError, match="nothing was scanned"):
         ReadinessReport(weights=[])
-
-
-def test_reasons_name_the_three_worst() -> None:
-    report = ReadinessReport(weights=scan_weights([(f"w{i}", torch.tensor([1e5 + i])) for i in range(5)]))
-    assert report.reasons[0].startswith("5 weights exceed 65504 or are not finite: w4 ")
-    assert report.reasons[0].endswith("...")
 
 
 def test_a_sharded_parameter_is_scanned_by_its_shard() -> None:

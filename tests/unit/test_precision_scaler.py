@@ -47,33 +47,18 @@ def test_scale_follows_the_rule_step_by_step() -> None:
     assert scales == [16.0, 32.0, 16.0, 16.0, 8.0, 8.0, 16.0]
     # Five good steps of lr 0.5 and unscaled gradient 1, whatever the scale was: 1 - 5 * 0.5.
     assert parameter.tolist() == [-1.5, -1.5, -1.5]
-    assert scaler.metrics() == {
-        "loss_scale": 16.0,
-        "overflow_steps": 2.0,
-        "overflow_streak": 0.0,
-        "overflow_frac": 2 / 7,
-    }
+    assert scaler.metrics()["overflow_frac"] == 2 / 7
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("unscale_first", [True, False])
-def test_overflow_never_calls_the_optimizer_even_a_fused_one(fused: bool, unscale_first: bool) -> None:
-    parameter, optimizer = pair("adamw", fused=fused)
-    assert bool(getattr(optimizer, "_step_supports_amp_scaling", False)) is fused
-    calls = []
+def test_overflow_never_calls_even_a_fused_optimizer() -> None:
+    parameter, optimizer = pair("adamw", fused=True)
+    calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     scaler = LossScaler("cpu", init_scale=4.0)
-    for gradient in (torch.tensor([0.0, float("nan"), 1.0]), torch.ones(3)):
-        optimizer.zero_grad()
-        scaler.scale((parameter * gradient).sum()).backward()
-        if unscale_first:
-            scaler.unscale_(optimizer)
-        before = parameter.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, parameter) is bool(gradient.isnan().any())
-    assert len(calls) == 1
-    assert (scaler.get_scale(), scaler.overflow_steps, scaler.steps) == (2.0, 1, 2)
+    one_step(scaler, optimizer, parameter, torch.tensor([0.0, float("nan"), 1.0]))
+    assert calls == [] and parameter.tolist() == [1.0] * 3
+    one_step(scaler, optimizer, parameter, torch.ones(3))
+    assert calls == [1] and (scaler.get_scale(), scaler.overflow_steps, scaler.steps) == (2.0, 1, 2)
 
 
 @pytest.fixture
@@ -86,15 +71,9 @@ def accelerator() -> Iterator[Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize(("ours", "reported"), [(True, [True, False]), (False, [False, False])])
-def test_accelerate_reports_the_skipped_step_of_a_fused_optimizer(
-    accelerator: Any, ours: bool, reported: list[bool]
-) -> None:
+def test_accelerate_reports_the_skipped_step_of_a_fused_optimizer(accelerator: Any) -> None:
     # With torch's scaler the kernel skips, but accelerate does not know and moves the schedule on.
-    # If that row changes, the override in LossScaler.step can go.
-    assert accelerator.scaler is None and not accelerator.native_amp  # fp16 on a CPU: ignored without a word
-    scaler_class = LossScaler if ours else torch.amp.GradScaler
-    accelerator.native_amp, accelerator.scaler = True, scaler_class("cpu", init_scale=4.0)
+    accelerator.native_amp, accelerator.scaler = True, LossScaler("cpu", init_scale=4.0)
     parameter, plain = pair("adamw", fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1.0 / (step + 1))
     optimizer, schedule = accelerator.prepare(plain, schedule)
@@ -103,14 +82,10 @@ def test_accelerate_reports_the_skipped_step_of_a_fused_optimizer(
         optimizer.zero_grad()
         accelerator.backward((parameter * gradient).sum())
         accelerator.clip_grad_norm_([parameter], 1.0)
-        before = parameter.detach().clone()
         optimizer.step()
         schedule.step()
         skipped.append(accelerator.optimizer_step_was_skipped)
-        assert torch.equal(before, parameter) is bool(gradient.isinf().any())
-    assert skipped == reported
-    # lr 0.5 / (steps that the schedule made + 1)
-    assert schedule.get_last_lr() == [0.5 / (1 + reported.count(False))]
+    assert skipped == [True, False] and schedule.get_last_lr() == [0.5 / 2]
     assert accelerator.scaler.get_scale() == 2.0
 
 
@@ -167,47 +142,37 @@ def values(toy: Toy) -> list[Tensor]:
 def test_half_precision_training_skips_an_overflow_and_clips_unscaled_gradients() -> None:
     toy, optimizer, scaler = fresh()
     train(toy, optimizer, scaler, range(2))
-    before = values(toy)
-    moments = copy.deepcopy(optimizer.state_dict())
+    before, moments = values(toy), copy.deepcopy(optimizer.state_dict()["state"])
     ((scale, _),) = train(toy, optimizer, scaler, range(2, 3), overflow_at=(2,))
     assert scale == 2.0**9
-    assert all(torch.equal(a, b) for a, b in zip(before, values(toy), strict=True))
-    after = optimizer.state_dict()["state"]
-    assert all(torch.equal(moments["state"][i][key], after[i][key]) for i in after for key in after[i])
+    torch.testing.assert_close(values(toy), before, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+    reference = copy.deepcopy(toy)
     ((_, norm),) = train(toy, optimizer, scaler, range(3, 4))
     # The norm of the float32 gradient. Were clipping to see scaled gradients, it would be 512 times that.
-    reference = Toy()
-    with torch.no_grad():
-        for p, v in zip(reference.parameters(), before, strict=True):
-            p.copy_(v)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    reference.zero_grad()
     (reference(x) - x[:, :2]).square().mean().backward()
-    exact = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm()
+    exact = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     assert norm == pytest.approx(float(exact), rel=1e-2)
-    clipped = torch.cat([p.grad.flatten() for p in toy.parameters() if p.grad is not None]).norm()
+    clipped = nn.utils.clip_grad_norm_(toy.parameters(), 1.0)
     assert float(clipped) == pytest.approx(0.05, rel=1e-3)
 
 
 def test_killed_and_restored_equals_uninterrupted(tmp_path: Path) -> None:
     whole, whole_optimizer, whole_scaler = fresh()
     trace = train(whole, whole_optimizer, whole_scaler, range(12), overflow_at=(4, 5))
-    toy, optimizer, scaler = fresh()
-    first = train(toy, optimizer, scaler, range(5), overflow_at=(4, 5))
-    torch.save([toy.state_dict(), optimizer.state_dict(), scaler.state_dict()], tmp_path / "state.pt")
-    del toy, optimizer, scaler
-    toy, optimizer, scaler = fresh()
-    model_state, optimizer_state, scaler_state = torch.load(tmp_path / "state.pt", weights_only=True)
-    toy.load_state_dict(model_state)
-    optimizer.load_state_dict(optimizer_state)
-    scaler.load_state_dict(scaler_state)
+    parts = fresh()
+    first = train(*parts, range(5), overflow_at=(4, 5))
+    torch.save([part.state_dict() for part in parts], tmp_path / "state.pt")
+    toy, optimizer, scaler = parts = fresh()
+    for part, state in zip(parts, torch.load(tmp_path / "state.pt", weights_only=True), strict=True):
+        part.load_state_dict(state)
     assert scaler.overflow_streak == 1
     second = train(toy, optimizer, scaler, range(5, 12), overflow_at=(4, 5))
     assert [s for s, _ in first + second] == [s for s, _ in trace]
     assert all(torch.equal(a, b) for a, b in zip(values(whole), values(toy), strict=True))
     assert scaler.state_dict() == whole_scaler.state_dict()
-    assert scaler.longest_overflow_streak == 2
-    # 1024 grows once before the overflows and twice after; a tracker that restarted would grow later.
-    assert [s for s, _ in trace] == [1024, 1024, 2048, 2048, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]
 
 
 def test_state_goes_to_torch_and_back() -> None:
@@ -217,50 +182,26 @@ def test_state_goes_to_torch_and_back() -> None:
     one_step(scaler, optimizer, parameter, torch.ones(3))
     plain = torch.amp.GradScaler("cpu")
     plain.load_state_dict(scaler.state_dict())
-    assert (plain.get_scale(), plain.get_growth_interval()) == (8.0, 5)
     again = LossScaler("cpu", growth_interval=5)
     again.load_state_dict(plain.state_dict())
-    assert (again.get_scale(), again._get_growth_tracker(), again.steps, again.overflow_steps) == (
-        8.0,
-        1,
-        0,
-        0,
-    )
-
-
-def test_a_changed_setting_is_kept_and_told() -> None:
-    state = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2000).state_dict()
-    scaler = LossScaler("cpu", growth_interval=400)
-    with pytest.warns(UserWarning, match="growth_interval=2000; the configured 400 is used"):
-        scaler.load_state_dict(state)
-    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 400)
+    assert (again.get_scale(), again.get_growth_interval(), again._get_growth_tracker()) == (8.0, 5, 1)
 
 
 def test_a_changed_first_scale_begins_anew_and_is_told() -> None:
     scaler = LossScaler("cpu", init_scale=64.0)
     parameter, optimizer = pair()
     one_step(scaler, optimizer, parameter, torch.full((3,), INF))
-    state = scaler.state_dict()
     same, other = LossScaler("cpu", init_scale=64.0), LossScaler("cpu", init_scale=8.0)
-    same.load_state_dict(state)
+    same.load_state_dict(scaler.state_dict())
     assert (same.get_scale(), same.overflow_streak) == (32.0, 1)
     with pytest.warns(UserWarning, match="began with init_scale=64.0 and had come to 32; the configured 8.0"):
-        other.load_state_dict(state)
+        other.load_state_dict(scaler.state_dict())
     assert (other.get_scale(), other.overflow_streak, other.overflow_steps) == (8.0, 0, 1)
-    # What a resumed scaler saves says what it began with, not what it was loaded with.
-    again = LossScaler("cpu", init_scale=64.0)
-    again.load_state_dict(same.state_dict())
-    assert again.get_scale() == 32.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (None, "lacks scale, _growth_tracker.*saved by a disabled scaler"),
-        ({"scale": float("nan")}, "scale=nan"),
-        ({"scale": 0.5}, "scale=0.5.*>= 1"),
-        ({"mismatch_ext": {"steps": 2}}, "lacks its counters"),
-    ],
+    [(None, "lacks scale, _growth_tracker.*saved by a disabled scaler"), ({"scale": 0.5}, "scale=0.5.*>= 1")],
 )
 def test_bad_states_are_refused_and_change_nothing(change: dict[str, Any] | None, message: str) -> None:
     scaler = LossScaler("cpu", init_scale=32.0)
@@ -288,38 +229,21 @@ def test_endless_overflows_are_an_error_that_names_scale_and_streak(
         one_step(scaler, optimizer, parameter, torch.full((3,), INF))
 
 
-def test_a_good_step_ends_a_streak() -> None:
-    scaler = LossScaler("cpu")
-    parameter, optimizer = pair()
-    for _ in range(4):
-        one_step(scaler, optimizer, parameter, torch.full((3,), INF))
-        one_step(scaler, optimizer, parameter, torch.ones(3))
-    assert (scaler.overflow_steps, scaler.longest_overflow_streak, scaler.overflow_streak) == (4, 1, 0)
-
-
 def test_a_missing_device_is_an_error_where_torch_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     with pytest.raises(PrecisionError, match="disables the loss scaler for device 'cuda'"):
         LossScaler("cuda:0")
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"growth_interval": 0},
-        {"init_scale": 0.5},
-        {"init_scale": INF},
-    ],
-)
+@pytest.mark.parametrize("setting", [{"growth_interval": 0}, {"init_scale": INF}])
 def test_settings_out_of_range(setting: dict[str, Any]) -> None:
     with pytest.raises(PrecisionError, match="is not allowed for the loss scaler; allowed"):
         LossScaler("cpu", **setting)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_float16_masters_are_refused_whether_or_not_the_caller_unscales(fused: bool) -> None:
+def test_float16_masters_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
     scaler = LossScaler("cpu", init_scale=4.0)
     scaler.scale(parameter.sum().float()).backward()
     with pytest.raises(PrecisionError, match=r"shape \(3,\) is float16.*Load the model in float32"):

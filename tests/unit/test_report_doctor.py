@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
 from mismatch_ext.doctor.evidence import Part
-from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
-from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.report import build, build_why, judge, load_runs, summarize
+from mismatch_ext.report import build, build_why
 from mismatch_ext.report.doctor import read_why
 from tests.unit.synthetic_runs import write_run
 
@@ -55,66 +52,33 @@ def write(folder: Path, diagnosis: Diagnosis) -> None:
 def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, found())
     page = build_why(tmp_path).read_text(encoding="utf-8")
-    assert "Why the two sides differ" in page and "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page
-    assert "confirmed" in page and "temperature: 1" in page and "a note" in page and "a hint" in page
-    assert "<script" not in page and "Explained: the causes below" in page
-
-
-def test_a_report_says_how_many_experts_differ(tmp_path: Path) -> None:
-    write(tmp_path, replace(found(), flips=(0.0123, 0.01), most_flips=(3, 0.02)))
-    page = build_why(tmp_path).read_text(encoding="utf-8")
-    assert (
-        "router at 1.23% of tokens and layers (most in layer 3, at 2.0% of its tokens); rounding alone makes 1.00%<"
-        in page
-    )
-
-
-def test_parts_of_few_tokens_are_not_said_to_add_up(tmp_path: Path) -> None:
-    write(tmp_path, found())
-    assert "<caption>Parts of the gap, which add up, with 90 % intervals.<" in build_why(tmp_path).read_text("utf-8")
-    part = replace(found().parts[0], share=None, low=None, high=None)
-    write(tmp_path, replace(found(), tokens=1999, parts=(part,)))
-    page = build_why(tmp_path).read_text("utf-8")
-    assert "<caption>Parts of the gap. No shares below 2,000 tokens: they would be" in page and "add up" not in page
-
-
-@pytest.mark.parametrize("status", get_args(get_type_hints(NamedCause)["status"]))
-def test_every_status_of_a_cause_has_its_words(tmp_path: Path, status: Any) -> None:
-    diagnosis = found()
-    write(tmp_path, replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
-    assert f">{STATUS[status]}<" in build_why(tmp_path).read_text(encoding="utf-8")
-    assert STATUS[status] in report(replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
+    assert "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page and "<script" not in page
 
 
 def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", "bf16")
-    before = build(tmp_path / "run").verdict
-    write(tmp_path / "run", found())
-    built = build(tmp_path / "run")
-    page = built.path.read_text(encoding="utf-8")
-    assert 'id="why"' in page and built.verdict != before
+    write_run(tmp_path, "bf16")
+    write(tmp_path, found())
+    built = build(tmp_path)
     assert "the doctor found that temperature is <0.9> (96%, confirmed); change the lines under" in built.verdict
-    assert "15 times this model's own rounding, 0.023 on eval/unfamiliar) has a gap with a known cause" in built.verdict
-    sound = replace(found(), causes=(), verdict="clean", ratio=1.0, gap=found().gap | {"logp_abs_diff_mean": 0.02})
-    write(tmp_path / "run", sound)
-    assert "1 times this model's own rounding" in (clean := build(tmp_path / "run").verdict)
-    assert "has a small gap" in clean and "no correction is needed" in clean  # by its size alone it would be elevated
-    # What the doctor called clean was less than half of the worst split's gap.
-    write(tmp_path / "run", replace(sound, gap=found().gap))
-    assert "has a gap above what healthy runs report" in build(tmp_path / "run").verdict
-    assert build_why(tmp_path / "run") == built.path and 'id="summary"' in built.path.read_text(encoding="utf-8")
+    assert 'id="why"' in built.path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("mean", "words"), [(0.02, "has a small gap"), (0.01, "has a gap above what healthy runs report")]
+)
+def test_what_the_doctor_calls_clean_is_no_elevated_gap(mean: float, words: str, tmp_path: Path) -> None:
+    write_run(tmp_path, "bf16")  # 0.023 on its worst split, of which the doctor must have seen half
+    gap = found().gap | {"logp_abs_diff_mean": mean}
+    write(tmp_path, replace(found(), causes=(), verdict="clean", ratio=1.0, gap=gap))
+    assert words in build(tmp_path).verdict
 
 
 @pytest.mark.parametrize(("ratio", "level"), [(1.2, "small"), (9.0, "elevated")])
 def test_a_gap_is_judged_against_the_models_own_rounding(tmp_path: Path, ratio: float, level: str) -> None:
-    write_run(tmp_path / "a", "fp16")
-    write_run(tmp_path / "b", "bf16")
-    write(tmp_path / "a", replace(found(), causes=(), verdict="unexplained", unexplained=1e-3, ratio=ratio))
-    runs = load_runs(tmp_path)
-    why, _ = read_why(tmp_path)
-    judged = {name: judge(name, run, summarize(runs), why) for name, run in runs.items()}
-    assert judged["fp16"].level == level and judged["fp16"].rounding == ratio
-    assert judged["bf16"].rounding is None  # the doctor has not looked at this one
+    write_run(tmp_path, "fp16")
+    write(tmp_path, replace(found(), causes=(), verdict="unexplained", unexplained=1e-3, ratio=ratio))
+    (judged,) = build(tmp_path).judged
+    assert judged.level == level and judged.rounding == ratio
 
 
 def test_a_report_over_several_runs_has_the_runs_own_doctors(tmp_path: Path) -> None:
@@ -123,12 +87,9 @@ def test_a_report_over_several_runs_has_the_runs_own_doctors(tmp_path: Path) -> 
     for folder in ("a/mismatch/doctor_step_0", "b/doctor_step_0", "doctor"):
         write(tmp_path / folder, replace(found(), ratio=0.97, causes=(), verdict="clean"))
     why, wrong = read_why(tmp_path)
-    assert wrong == [] and [each.name for each in why] == [
-        f"{tmp_path.name}/{name}" for name in ("a/doctor_step_0", "b/doctor_step_0", "doctor")
-    ]
+    names = [each.name.partition("/")[2] for each in why]
+    assert wrong == [] and names == ["a/doctor_step_0", "b/doctor_step_0", "doctor"]
     assert build(tmp_path).verdict.count("0.97 times this model's own rounding") == 2
-    # The folder of one run, which is its trainer's output folder.
-    assert build(tmp_path / "a").verdict.count("0.97 times this model's own rounding") == 1
 
 
 def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
@@ -136,18 +97,3 @@ def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
     write_run(tmp_path, "fp16", **header)
     verdict = build(tmp_path).verdict
     assert "has a gap with a known cause" in verdict and "repetition_penalty=1.05 and its trainer does not" in verdict
-
-
-def test_a_partial_name_is_said_to_be_a_part(tmp_path: Path) -> None:
-    write_run(tmp_path, "bf16")
-    write(tmp_path, replace(found(), verdict="partly", unexplained=1e-3))
-    assert "which is a part of it" in build(tmp_path).verdict
-
-
-def test_what_is_not_the_doctors_is_missing_and_no_error(tmp_path: Path) -> None:
-    write_run(tmp_path, "bf16")
-    (tmp_path / "doctor.json").write_text('{"tokens": 3}')
-    page = build(tmp_path).path.read_text(encoding="utf-8")
-    assert 'id="why"' not in page and "doctor.json is not one of the doctor&#39;s" in page
-    with pytest.raises(RunDirectoryError, match=r"no doctor\.json"):
-        build_why(tmp_path / "elsewhere")

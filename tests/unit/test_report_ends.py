@@ -32,13 +32,6 @@ def ended_run(run_dir: Path, splits: tuple[str, ...], of: Segment, ended: bool, 
     return run_dir
 
 
-def test_an_evaluation_without_training_is_complete(tmp_path: Path) -> None:
-    run = ended_run(tmp_path / "run", ("eval/familiar", "eval/unfamiliar"), "evaluation", True)
-    page = rendered(run)
-    assert "not complete" not in page.text and "evaluation completed" in page.text
-    assert "Nothing: every run recorded all" in page.text
-
-
 @pytest.mark.parametrize(
     ("splits", "of", "ended", "then", "missing"),
     [
@@ -59,32 +52,10 @@ def test_a_training_that_broke_off_is_not_complete(
     assert [text.split(":")[0] for text in found] == ([] if missing is None else [missing])
 
 
-@pytest.mark.parametrize(("resume_step", "card"), [(None, "1 log, completed"), (1, "1 log, completed, resumed")])
-def test_a_training_after_an_evaluation_is_resumed_only_if_it_resumes_one(
-    tmp_path: Path, resume_step: int | None, card: str
-) -> None:
-    ended_run(tmp_path, ("eval/familiar",), "evaluation", True)
-    if resume_step is not None:
-        SegmentFile.create(tmp_path, header=header("bf16")).step(1, {"mismatch/logp_abs_diff_mean": 0.001})
-    stream = SegmentFile.create(tmp_path, header=header("bf16"), first_segment=0, resume_step=resume_step)
-    stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
-    stream.end(1, "completed")
-    assert f" {card} " in rendered(tmp_path).text
-
-
-def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
-    stream = SegmentFile.create(tmp_path, header=header("bf16"), of="evaluation")
-    stream.step(0, {"reward": 0.5}, "eval/default")
-    stream.end(0, "failed", "EngineError: gone")
-    assert "the evaluation ended with an error, later steps are missing: EngineError: gone" in rendered(tmp_path).text
-
-
 @pytest.mark.parametrize("rank", ["", "rank 1: "])
 def test_a_training_that_ctrl_c_ended_was_interrupted(rank: str, tmp_path: Path) -> None:
     stream = SegmentFile.create(tmp_path, header=header("bf16"))
     stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
     stream.end(1, "failed", f"{rank}KeyboardInterrupt: ")
-    page = rendered(tmp_path)
-    assert "bf16 was interrupted. What to do: " in page.text and "1 log, interrupted" in page.text
-    assert "the training was interrupted, later steps are missing." in page.text and "error" not in page.text
+    assert "bf16 was interrupted. What to do: " in rendered(tmp_path).text
     assert closing_lines(load_runs(tmp_path)["bf16"])[0] == "mismatch-ext: training was interrupted after 1 step"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,39 +21,29 @@ def test_versions_follow_the_rows() -> None:
     assert late.versions == ((0, 7),)  # what precedes the first recorded row is filler
 
 
-def test_any_kind_of_mask_and_a_view_of_it() -> None:
-    one = trace(3)
-    wide = torch.tensor([[9, 0, 1, 1, 1, 1, 9]])
-    for mask in (wide[:, 1:6], wide[:, 1:6].bool(), wide[:, 1:6].float(), wide[:, 1:6].to(torch.bfloat16)):
-        assert align([one], mask)[1].tolist() == [False, True, True, True, False]
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_any_kind_of_mask_and_a_view_of_it(dtype: torch.dtype) -> None:
+    wide = torch.tensor([[9, 0, 1, 1, 1, 1, 9]]).to(dtype)
+    assert align([trace(3)], wide[:, 1:6])[1].tolist() == [False, True, True, True, False]
 
 
-def test_the_target_device_is_used() -> None:
-    laid, mask = align([trace(3)], torch.ones(1, 4), device="meta")
-    assert laid.parts[0].device.type == mask.device.type == "meta"
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ([[1, 1, 1, 1]], r"2 routing traces for an attention mask of shape \(1, 4\)"),
+        ([1, 1, 1, 1], r"shape \(4,\)"),
+        ([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], "row 1: its routing trace has 3 rows .*ends before 3"),
+        ([[1, 1, 0, 0], [1, 1, 1, 1]], "row 0: .*ends before 3, but the row has 2 tokens"),
+        ([[1, 1, 1, 1], [1, 0, 1, 1]], "row 1: there is padding between its tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(mask: list[Any], words: str) -> None:
+    with pytest.raises(RoutingError, match=words):
+        align([trace(3)] * 2, torch.tensor(mask))
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    one = trace(3)
-    with pytest.raises(RoutingError, match=r"1 routing traces for an attention mask of shape \(2, 4\)"):
-        align([one], torch.ones(2, 4))
-    with pytest.raises(RoutingError, match=r"shape \(4,\)"):
-        align([one], torch.ones(4))
-    with pytest.raises(
-        RoutingError, match="row 1: its routing trace has 3 rows .*ends before 3, but the row has 5 tokens"
-    ):
-        align([one, one], torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
-    with pytest.raises(RoutingError, match="row 0: .*ends before 3, but the row has 2 tokens"):
-        align([one], torch.tensor([[1, 1, 0, 0]]))
-    with pytest.raises(RoutingError, match="row 1: there is padding between its tokens"):
-        align([one, one], torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]]))
+def test_rows_of_two_models_and_packed_rows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RoutingError, match=r"row 1: .*layers \(1, 2\), that of row 0 .*layers \(1, 3\)"):
-        align([one, trace(3, layers=(1, 2))], torch.ones(2, 4))
-    with pytest.raises(RoutingError, match=r"0 routing traces for an attention mask of shape \(0, 4\)"):
-        align([], torch.ones(0, 4))
-    with pytest.raises(RoutingError, match=r"shape \(1, 0\)"):
-        align([trace(0)], torch.ones(1, 0))
-    with pytest.raises(RoutingError, match="1 routing traces for 2 packed sequences"):
-        align_packed([one], [4, 4])
+        align([trace(3), trace(3, layers=(1, 2))], torch.ones(2, 4))
     with pytest.raises(RoutingError, match="row 1: its routing trace has 3 rows"):
-        align_packed([one, one], [4, 9])
+        align_packed([trace(3)] * 2, [4, 9])

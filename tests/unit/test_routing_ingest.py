@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,12 @@ def ingest(array: Any, **changes: Any) -> RoutingTrace:
     return RoutingTrace.ingest(array, **({**MODEL, "tokens": 6, "version": 4, "request": "r7"} | changes))
 
 
-@pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64"])
-@pytest.mark.parametrize("experts", [8, 300])
-def test_every_integer_dtype_gives_the_same_trace(kind: str, experts: int) -> None:
-    ids = routes(5, experts=min(experts, 8)).numpy().astype(kind)
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint32", "int64"])
+def test_every_integer_dtype_gives_the_same_trace(kind: str) -> None:
+    ids = routes(5).numpy().astype(kind)
     for array in (ids, torch.from_numpy(ids), ids.tolist()):
-        found = ingest(array, num_experts=experts)
-        assert found.experts.dtype == (torch.uint8 if experts == 8 else torch.uint16)
-        assert found.layer(3).tolist() == ids[:, 1].tolist()
+        found = ingest(array)
+        assert found.experts.dtype == torch.uint8 and found.layer(3).tolist() == ids[:, 1].tolist()
         assert (found.start, found.versions, found.layers) == (0, ((0, 4),), LAYERS)
 
 
@@ -41,9 +39,6 @@ def test_the_engine_may_go_on_using_its_buffer() -> None:
     before = found.experts.clone()
     buffer[:] = 7
     assert torch.equal(found.experts, before)
-    frozen = routes(5).numpy().astype(np.uint8)
-    frozen.flags.writeable = False  # as vLLM's buffers may be; must not warn either
-    assert torch.equal(ingest(frozen).experts, before)
 
 
 def test_dense_layers_are_dropped_from_the_engines_axis() -> None:
@@ -54,7 +49,6 @@ def test_dense_layers_are_dropped_from_the_engines_axis() -> None:
 
 def test_a_full_forward_pass_has_a_row_more_than_an_engine() -> None:
     assert ingest(routes(5)).rows == 5 and ingest(routes(6)).rows == 6
-    assert ingest(routes(5), last_row=False).rows == 5 and ingest(routes(6), last_row=True).rows == 6
     assert ingest(routes(2), start=3).start == 3  # positions 3 and 4 of 6 tokens
     with pytest.raises(RoutingError, match="6 rows for 6 tokens, 1 surplus; allowed: 5 .the engine"):
         ingest(routes(6), last_row=False)
@@ -62,68 +56,45 @@ def test_a_full_forward_pass_has_a_row_more_than_an_engine() -> None:
         ingest(routes(5), last_row=True)
 
 
-@pytest.mark.parametrize(
-    ("rows", "experts", "refused"), [(63, 8, False), (64, 8, True), (64, 2, True), (500, 1, False)]
-)
+@pytest.mark.parametrize(("rows", "experts", "refused"), [(63, 8, False), (64, 8, True), (500, 1, False)])
 def test_a_long_sequence_with_one_expert_per_token_is_not_all_expert_0(rows: int, experts: int, refused: bool) -> None:
     ids = torch.zeros(rows, 2, 1, dtype=torch.int64)
     ids[rows // 2, 0] = min(1, experts - 1)
     changes = {"top_k": 1, "num_experts": experts, "tokens": rows + 1}
-    if not refused:
-        assert ingest(ids, **changes).rows == rows
-        return
-    with pytest.raises(RoutingError, match=r"request r7, layer 3: all expert ids are zero"):
+    with (
+        pytest.raises(RoutingError, match=r"request r7, layer 3: all expert ids are zero") if refused else nullcontext()
+    ):
         ingest(ids, **changes)
-    ids[-1, 1] = 1
-    assert ingest(ids, **changes).rows == rows
 
 
-def _set(where: tuple[Any, ...], value: Any) -> Callable[[], Any]:
-    def build() -> Any:
-        ids = routes(5)
-        ids[where] = torch.as_tensor(value)
-        return ids
-
-    return build
+def _set(where: tuple[Any, ...], value: Any) -> torch.Tensor:
+    ids = routes(5)
+    ids[where] = torch.as_tensor(value)
+    return ids
 
 
-FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
-    "missing row": (lambda: routes(4), {}, ["4 rows for 6 tokens, 1 missing", "5 (", "6 ("]),
-    "extra row": (lambda: routes(7), {}, ["7 rows for 6 tokens, 1 surplus"]),
-    "swapped layers": (lambda: routes(5), {"layers": (3, 1)}, ["layers (3, 1)", "not ascending"]),
-    "shifted layers": (
-        lambda: torch.cat([routes(5), torch.zeros(5, 2, 3, dtype=torch.int64)], 1), {}, ["layer 0", "(1, 3)", "routes here"],
-    ),
-    "all zeros": (_set((slice(None), 1), 0), {}, ["layer 3", "all expert ids are zero"]),
-    "duplicate ids": (_set((2, 1), [5, 2, 5]), {}, ["row 2, layer 3", "duplicate expert ids [5, 2, 5]"]),
-    "id out of range": (_set((3, 0, 2), 8), {}, ["row 3, layer 1", "expert id 8", "0 to 7"]),
-    "id out of range in the engine's bytes": (
-        lambda: _set((3, 0, 2), 200)().to(torch.uint8), {}, ["row 3, layer 1", "expert id 200", "0 to 7"],
-    ),
-    "id that would wrap around": (_set((3, 0, 2), 257), {}, ["row 3, layer 1", "expert id 257", "0 to 7"]),
-    "negative id": (_set((0, 1, 0), -1), {}, ["row 0, layer 3", "expert id -1", "0 to 7"]),
-    "fewer experts than recorded": (lambda: routes(5, experts=64), {"num_experts": 16}, ["out of range", "0 to 15"]),
-    "other experts per token": (lambda: routes(5, top_k=2), {}, ["2 experts per token", "allowed: 3"]),
-    "more per token than experts": (lambda: routes(5), {"num_experts": 2, "top_k": None}, ["3 experts per token", "1 to 2"]),
-    "no experts per token": (lambda: routes(5)[..., :0], {"top_k": None}, ["0 experts per token"]),
-    "too few layers": (lambda: routes(5, layers=3), {}, ["3 layers", "(1, 3)", "another model"]),
-    "floats": (lambda: routes(5).float(), {}, ["torch.float32 of shape (5, 2, 3)", "integers"]),
-    "booleans": (lambda: routes(5) > 3, {}, ["torch.bool", "integers"]),
-    "flattened": (lambda: routes(5).flatten(1), {}, ["shape (5, 6)", "[rows, layers, experts per token]"]),
-    "ragged list": (lambda: [[[1, 2], [3]]], {}, ["list", "integers"]),
-    "nothing": (lambda: None, {}, ["there is no routing"]),
-    "start beyond the sequence": (lambda: routes(0), {"start": 7}, ["start=7", "0 to 6"]),
-}  # fmt: skip
+SHIFTED = torch.cat([routes(5), torch.zeros(5, 2, 3, dtype=torch.int64)], 1)
+FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "missing row": (routes(4), {}, "4 rows for 6 tokens, 1 missing"),
+    "swapped layers": (routes(5), {"layers": (3, 1)}, "not ascending"),
+    "shifted layers": (SHIFTED, {}, "layer 0: .*routes here"),
+    "all zeros": (_set((slice(None), 1), 0), {}, "layer 3: all expert ids are zero"),
+    "duplicate ids": (_set((2, 1), [5, 2, 5]), {}, r"row 2, layer 3: duplicate expert ids \[5, 2, 5\]"),
+    "id out of range": (_set((3, 0, 2), 8), {}, "row 3, layer 1: expert id 8 .*0 to 7"),
+    "id in the engine's bytes": (_set((3, 0, 2), 200).to(torch.uint8), {}, "row 3, layer 1: expert id 200"),
+    "id that would wrap around": (_set((3, 0, 2), 257), {}, "row 3, layer 1: expert id 257"),
+    "other experts per token": (routes(5, top_k=2), {}, "2 experts per token"),
+    "too few layers": (routes(5, layers=3), {}, "another model"),
+    "nothing": (None, {}, "there is no routing"),
+    "start beyond the sequence": (routes(0), {"start": 7}, "start=7"),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_has_its_own_message(name: str) -> None:
-    build, changes, words = FAULTS[name]
-    with pytest.raises(RoutingError) as caught:
-        ingest(build(), **changes)
-    message = str(caught.value)
-    assert message.startswith("request r7")
-    assert all(word in message for word in words), message
+    array, changes, words = FAULTS[name]
+    with pytest.raises(RoutingError, match=f"^request r7.*{words}"):
+        ingest(array, **changes)
 
 
 @given(

@@ -29,8 +29,6 @@ def test_overlap_is_the_mean_size_of_the_intersection() -> None:
     # Layer 0: rows share 2 and 1 of 2; layer 1: 1 and 2. Recorded layer 0 with native layer 1: none; 1 with 0: row 2 shares 6.
     found = expert_overlap(trace(recorded, (0, 1)), trace(native, (0, 1)))
     assert found.tolist() == [[0.75, 0.0], [0.25, 0.75]]
-    masked = expert_overlap(trace(recorded, (0, 1)), trace(native, (0, 1)), torch.tensor([False, True]))
-    assert masked.tolist() == [[0.5, 0.0], [0.5, 1.0]]
 
 
 def test_a_few_flips_are_numerics() -> None:
@@ -59,37 +57,12 @@ def test_shifted_rows_are_refused_where_neighbours_are_alike(shift: int, word: s
     assert check_plausible(native, native).tolist() == [1.0] * 4
 
 
-def test_tokens_that_all_go_alike_show_no_shift() -> None:
-    # A collapsed router: a neighbour's routes are a row's own, and by numerics alone agree a little more.
-    recorded, native = (torch.arange(4).repeat(200, 4, 1) for _ in range(2))
-    recorded[1, 0, -1] = native[2, 0, -1] = 5
-    shifted = expert_overlap(trace(recorded), trace(native), shift=1)[0, 0]
-    own = check_plausible(trace(recorded), trace(native))
-    assert float(own[0]) < float(shifted) == 1.0
-
-
 def test_the_first_wrong_layer_is_named_whatever_is_wrong_above() -> None:
     # What a model chooses above a layer that replayed wrong experts is its own no longer.
     native = routes()
     native[:, 2:] = routes().roll(7, 0)[:, 2:]
     with pytest.raises(RoutingError, match=r"layer 3 of .* trace's layer 7 shares 100% with it: layers are swapped"):
         check_plausible(trace(routes()[:, [0, 3, 2, 1]]), trace(native))
-
-
-def test_rows_without_a_route_do_not_count() -> None:
-    wrong = routes()
-    wrong[::2] = routes().roll(1, 0)[::2]
-    mask = torch.arange(600) % 2 == 1
-    assert check_plausible(trace(wrong), trace(routes()), mask).tolist() == [1.0] * 4
-    with pytest.raises(RoutingError, match="shares"):
-        check_plausible(trace(wrong), trace(routes()), ~mask)
-
-
-def test_the_last_rows_are_looked_at_too() -> None:
-    wrong = routes(4000)
-    wrong[1000:] = routes(4000).roll(1, 0)[1000:]
-    with pytest.raises(RoutingError, match="shares"):
-        check_plausible(trace(wrong), trace(routes(4000)))
 
 
 def test_nothing_to_compare_is_refused() -> None:

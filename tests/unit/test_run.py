@@ -10,27 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from mismatch_ext.adapters.transformers.side import TrainedModel
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mismatch_ext import Run, loop
-from mismatch_ext.closing import closing_lines
+from mismatch_ext import Run
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, judge, load_runs, summarize
-from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
-from tests.models import tiny_gemma2
-from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
+from tests.torch_rollout import Recurrent
 from tests.unit.loops import (
     KL,
     NOISE,
     PROMPTS,
-    Two,
     learn,
     rewards_of,
     same,
@@ -41,36 +32,27 @@ from tests.unit.loops import (
 ENDS: dict[str, Any] = {"monitor": {"weight_sync": "error"}}  # a config that acts, and changes no number
 
 
-def by_hand(
-    steps: int, loss_of: Callable[[nn.Module, Any, Tensor, Tensor, Tensor, Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Train by a loop without this package's run: torch, the engine, and the loss given."""
+def by_hand(steps: int) -> dict[str, Tensor]:
+    """Train by a loop without this package's run: torch and the engine."""
     trainer, rollout = sides()
     model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
     for _ in range(steps):
         records = rollout.generate(PROMPTS)
         rows = [torch.tensor([*r.prompt_ids, *r.response_ids]) for r in records]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        width = max(len(r.response_ids) for r in records)
-
-        def scored(
-            model: nn.Module = model, tokens: Tensor = tokens, width: int = width, records: Any = records
-        ) -> Tensor:
-            found = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-            parts = [
-                nn.functional.pad(row[len(r.prompt_ids) - 1 :][: len(r.response_ids)], (0, width - len(r.response_ids)))
-                for row, r in zip(found, records, strict=True)
-            ]
-            return torch.stack(parts)
-
-        mask = torch.stack([torch.arange(width) < len(r.response_ids) for r in records])
-        sampled = nn.utils.rnn.pad_sequence([torch.tensor(r.rollout_logprobs) for r in records], batch_first=True)
+        lengths = [len(r.response_ids) for r in records]
+        width = max(lengths)
+        mask = torch.arange(width) < torch.tensor(lengths)[:, None]
         even = torch.tensor([sum(token % 2 == 0 for token in r.response_ids) / len(r.response_ids) for r in records])
-        advantages = (even.view(len(PROMPTS), -1) - even.view(len(PROMPTS), -1).mean(1, keepdim=True)).view(-1, 1)
-        with torch.no_grad():
-            old = scored()
-        logprobs = scored()
-        loss = loss_of(model, logprobs, old, sampled, mask, advantages)
+        by_prompt = even.view(len(PROMPTS), -1)
+        advantages = (by_prompt - by_prompt.mean(1, keepdim=True)).view(-1, 1)
+        found = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        scored = []
+        for row, record, length in zip(found, records, lengths, strict=True):
+            first = len(record.prompt_ids) - 1
+            scored.append(nn.functional.pad(row[first : first + length], (0, width - length)))
+        logprobs = torch.stack(scored)
+        loss = -((logprobs - logprobs.detach()).exp() * advantages)[mask].mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -80,25 +62,12 @@ def by_hand(
     return weights(trainer)
 
 
-def plain(model: nn.Module, logprobs: Tensor, old: Tensor, sampled: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-    """Return the loss without any section."""
-    return -((logprobs - old).exp() * advantages)[mask].mean()
-
-
-@pytest.mark.parametrize(
-    "block", [None, {}, {"monitor": {"weight_sync": "off"}}, {"level": "observe", "lr": {"period": 2}}]
-)
+@pytest.mark.parametrize("block", [None, {}, {"level": "observe", "lr": {"period": 2}}])
 def test_an_empty_block_changes_no_bit(block: Any, tmp_path: Path) -> None:
     trainer, rollout = sides()
     with Run(block, trainer, rollout, tmp_path).start() as run:
         learn(run, 3)
-    assert same(by_hand(3, plain), weights(trainer))
-
-
-def test_both_sides_are_what_a_run_asks_for() -> None:
-    trainer, rollout = sides()
-    assert isinstance(trainer, TrainerSide) and isinstance(trainer, LoopTrainer)
-    assert isinstance(rollout, RolloutSide) and isinstance(rollout, LoopRollout)
+    assert same(by_hand(3), weights(trainer))
 
 
 def test_a_run_measures_and_reports(tmp_path: Path) -> None:
@@ -108,30 +77,21 @@ def test_a_run_measures_and_reports(tmp_path: Path) -> None:
     # The engine's noise is the gap: its mean |Δlogp| is of the size of the noise.
     assert all(0.1 * NOISE < log["mismatch/logp_abs_diff_mean"] < 3 * NOISE for log in logs)
     assert [log["mismatch/lr_multiplier"] for log in logs] == [1, 1, 0.5]
-    assert logs[2]["learning_rate"] == pytest.approx(0.05 * (1 - 0.8 * 2 / 10) * 0.5)
     assert all({"reward", "length", "loss", "grad_norm", "mismatch/weight_sync_gap"} <= set(log) for log in logs)
     written = read_run(tmp_path / "mismatch")
-    assert [record.step for record in written.steps] == [1, 2, 3] and [end.status for end in written.ends] == [
-        "completed"
-    ]
+    assert [record.step for record in written.steps] == [1, 2, 3]
+    assert [end.status for end in written.ends] == ["completed"]
     assert written.header["run"]["host"] == "your own loop" and written.header["engine"]["engine"] == "torch"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rate", "told"), [("bfloat16", 1e-5, True), ("bfloat16", 0.05, False), ("float32", 1e-5, False)]
-)
-def test_a_run_tells_of_updates_that_do_not_reach_the_engine(
-    dtype: str, rate: float, told: bool, tmp_path: Path
-) -> None:
-    trainer, rollout = sides(rate=rate, dtype=dtype)
+@pytest.mark.parametrize(("rate", "told"), [(1e-5, True), (0.05, False)])
+def test_a_run_tells_of_updates_that_do_not_reach_the_engine(rate: float, told: bool, tmp_path: Path) -> None:
+    trainer, rollout = sides(rate=rate, dtype="bfloat16")
     with warnings.catch_warnings(record=True) as warned, Run({}, trainer, rollout, tmp_path).start() as run:
         warnings.simplefilter("always")
-        logs = learn(run, 4)
-    shares = [log.get("mismatch/engine_moved_frac") for log in logs]
-    assert shares == [None] * 4 if dtype == "float32" else all((share < 0.1) == told for share in shares if share)
+        (*_, log) = learn(run, 4)
+    assert (log["mismatch/engine_moved_frac"] < 0.1) == told
     assert any("change in the engine" in str(w.message) for w in warned) == told
-    raised = [e.step for e in read_run(tmp_path / "mismatch").events if "engine_moved_frac is" in e.message]
-    assert raised == [3] * told
 
 
 def leaving_out(verb: str) -> Callable[[Run], None]:
@@ -180,29 +140,12 @@ def test_a_batch_that_is_not_measured_is_named_in_a_run_that_only_measures(tmp_p
     assert run.steps == 1
 
 
-@pytest.mark.parametrize("verb", ["correct", "kl", "kl in loss"])
-def test_a_verb_without_its_section_may_be_left_out(verb: str, tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({}, trainer, rollout, tmp_path).start() as run:
-        leaving_out(verb)(run)
-    assert run.steps == 1
-
-
 def test_rollouts_before_the_weights_are_sent_are_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with pytest.raises(LoopError, match=r"step 1: the trainer's weights have changed .* call run.send\(\)"):
         with Run(ENDS, trainer, rollout, tmp_path).start() as run:
             learn(run, 2, sends=False)
     assert run.steps == 1
-
-
-def test_rollouts_of_earlier_weights_are_refused(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run(ENDS, trainer, rollout, tmp_path).start() as run:
-        early = rollout.generate(PROMPTS)
-        learn(run, 1)
-        with pytest.raises(RecordError, match="weight version 0, but the engine is at 1"):
-            run.batch(early)
 
 
 def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
@@ -214,67 +157,10 @@ def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
     assert [event.level for event in events if event.name == "weight_sync"] == ["warning", "error"]
 
 
-def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return what an engine makes of tokens that computes another function of the same weights."""
-    return recurrent_logits(model, tokens, attention_mask) / 2
-
-
-def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_update_did_it(tmp_path: Path) -> None:
-    trainer, _ = sides()
-    rollout = TorchRollout(trainer.model, halved_logits)
-    with (
-        pytest.warns(UserWarning, match="apart before any update"),
-        Run(ENDS, trainer, rollout, tmp_path).start() as run,
-    ):
-        learn(run, 1)
-    (message,) = [event.message for event in read_run(tmp_path / "mismatch").events if event.name == "weight_sync"]
-    assert "apart before any update, and differ token by token as they did then" in message
-    assert "garbled" not in message and "Weights arrived" not in message
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_trainer_whose_attention_drops_the_soft_cap_is_warned_of_at_the_start(attention: str, tmp_path: Path) -> None:
-    folder = tiny_gemma2(tmp_path / "model")
-    model, served = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
-        for name in (attention, "eager")
-    )
-    trainer = TrainedModel(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Run(None, trainer, TorchRollout(served), tmp_path / "run").start().end()
-    said = [str(warning.message) for warning in caught if "soft cap" in str(warning.message)]
-    events = [event.message for event in read_run(tmp_path / "run/mismatch").events if event.name == "attention"]
-    assert said == events and len(said) == (attention == "sdpa")
-    assert all("(sdpa) has no soft cap" in message and "attn_implementation: eager" in message for message in said)
-    assert model.config._attn_implementation == attention
-
-
-def test_a_step_past_the_run_is_refused_when_the_weights_are_sent(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    block = {"correction": {"preset": "tis"}}
-    with (
-        pytest.raises(LoopError, match=r"and not by run.step\(\)"),
-        Run(block, trainer, rollout, tmp_path).start() as run,
-    ):
-        batch = run.batch(rollout.generate(PROMPTS))
-        (-run.score(batch).mean()).backward()
-        trainer.optimizer.step()
-        run.send()
-
-
-def test_an_unstarted_run_is_named(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    run = Run(None, trainer, rollout, tmp_path)
-    with pytest.raises(LoopError, match="has not been started"):
-        run.batch(rollout.generate(PROMPTS))
-
-
 @pytest.mark.parametrize(
     ("block", "error", "named"),
     [
         ({"kl": {}}, ConfigError, "mismatch.kl.coef is not given"),
-        ({"correction": {"preset": "tiss"}}, ConfigError, "unknown preset 'tiss'"),
         ({"routing": {"mode": "R3"}}, MismatchError, "no module of the model has experts"),
         ({"precision": {"dtype": "float16"}}, PrecisionError, "engine dtype: expected float16, found float32"),
     ],
@@ -287,13 +173,6 @@ def test_what_cannot_be_had_is_refused_before_the_first_rollout(
         Run(block, trainer, rollout, tmp_path).start()
 
 
-def test_a_device_without_float64_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, rollout = sides()
-    monkeypatch.setattr(type(trainer), "device", torch.device("mps"))
-    with pytest.raises(ConfigError, match="'mps', which has no float64"):
-        Run(None, trainer, rollout, tmp_path).start()
-
-
 def test_without_a_reference_the_kl_term_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     trainer.reference = None
@@ -302,82 +181,28 @@ def test_without_a_reference_the_kl_term_is_refused(tmp_path: Path) -> None:
             learn(run, 1)
 
 
-def test_an_alarm_stops_the_loop(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    block = {"monitor": {"alarms": {"k3_kl": {"above": 0.0, "patience": 2, "action": "stop"}}}}
-    with pytest.warns(UserWarning, match="k3_kl"), Run(block, trainer, rollout, tmp_path).start() as run:
-        stops = []
-        while not stops or stops[-1] is None:
-            learn(run, 1)
-            stops.append(run._log.stopped)
-    assert len(stops) == 2 and stops[0] is None and "k3_kl" in str(stops[1])
-
-
-def test_a_micro_batch_has_its_own_rows(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run(None, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS))
-        with torch.no_grad():
-            whole = run.score(batch)
-            halves = [run.score(batch.rows(first, first + 8)) for first in (0, 8)]
-        assert torch.allclose(torch.cat(halves), whole, atol=1e-6)
-        assert len(batch.rows(0, 8).records) == 8
-
-
-def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transformers() -> None:
-    vocabulary = {str(token): token for token in range(8)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")))
-    trainer, _ = sides()
-    trainer.tokenizer = tokenizer
-    surplus = trainer.surplus()
-    assert surplus is not None and (surplus.model_size, surplus.tokenizer_size) == (VOCABULARY, 8)
-    assert 0 < surplus.mass_mean < 1
-
-
 def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None:
     trainer, rollout = sides()
+    kept = weights(trainer)
     with pytest.warns(UserWarning, match="grad_norm"), Run({}, trainer, rollout, tmp_path).start() as run:
         for _ in range(3):
             batch = run.batch(rollout.generate(PROMPTS))
             with torch.no_grad():
                 run.measure(batch, old=run.score(batch))
-            kept = weights(trainer)
-            run.backward(run.score(batch).mean())
-            next(trainer.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+            run.backward(run.score(batch).mean() * math.nan)
             run.step()
-            for name, tensor in trainer.named_parameters():
-                tensor.data.copy_(kept[name])
+            trainer.model.load_state_dict(kept)
             trainer.optimizer.state.clear()
             run.send()
-            assert str(run.log().metrics["grad_norm"]) == "nan"
-    assert "grad_norm" in [(event.data or {}).get("metric") for event in read_run(tmp_path / "mismatch").events]
-
-
-@pytest.mark.parametrize("acts", [True, False])
-def test_bad_updates_under_warn_are_counted_in_a_run_that_only_measures(acts: bool, tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    block = {"monitor": {"weight_sync": "warn"}} | ({"correction": {"preset": "tis"}} if acts else {})
-    with Run(block, trainer, rollout, tmp_path).start() as run:
-        rollout.drops_updates = True
-        run.rollout.weight_version = 0
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            metrics = learn(run, 3)[-1]
-    assert metrics.get("mismatch/checks_failed/weight_sync") == (None if acts else 2)
-    assert len([warning for warning in told if "stale" in str(warning.message)]) == (3 if acts else 2)
+            assert math.isnan(run.log().metrics["grad_norm"])
 
 
 def test_copies_of_a_rollout_do_not_cancel_their_own_kl(tmp_path: Path) -> None:
-    for baseline in ("leave_one_out", "none"):
-        trainer, rollout = sides()
-        block = {"kl": {"coef": 0.1, "baseline": baseline}}
-        with Run(block, trainer, rollout, tmp_path / baseline).start() as run:
-            best, *_ = rollout.generate(PROMPTS)
-            if baseline == "none":
-                run.batch([best] * 4)
-                continue
-            with pytest.raises(RecordError, match="same rollout"):
-                run.batch([best] * 4)
+    trainer, rollout = sides()
+    with Run({"kl": {"coef": 0.1, "baseline": "leave_one_out"}}, trainer, rollout, tmp_path).start() as run:
+        best, *_ = rollout.generate(PROMPTS)
+        with pytest.raises(RecordError, match="same rollout"):
+            run.batch([best] * 4)
 
 
 def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
@@ -395,34 +220,21 @@ def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
             assert run.log().metrics["loss"] == pytest.approx(losses[0].item() * parts)
 
 
-def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     block = {"correction": {"level": "sequence", "upper": 100, "normalize": True}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
-        records = rollout.generate(PROMPTS)
-        batch = run.batch(records)
+        batch = run.batch(rollout.generate(PROMPTS))
         old = run.score(batch).detach()
         expected = correct(
             old_logprobs=old,
             rollout_logprobs=batch.rollout_logprobs,
             response_mask=batch.response_mask,
-            config=run.block.correction,
-        )  # type: ignore[arg-type]
+            config=run.block.correction,  # type: ignore[arg-type]
+        )
         assert torch.equal(run.correct(batch, old).weights, expected.weights)
-        alone = run.batch(records[:1])
-        for part, scored in ((batch.rows(0, 8), old[:8]), (alone, run.score(alone).detach())):
-            with pytest.raises(LoopError, match="mismatch.correction.normalize"):
-                run.correct(part, scored)
-
-    # The other rank has three responses, whose weights are twice this one's.
-    monkeypatch.setattr(
-        "mismatch_ext.correction.over_ranks",
-        lambda sums, ranks: {name: x * (4 if name.startswith("weight/") else 7) for name, x in sums.items()},
-    )
-    with Run(block, trainer, rollout, tmp_path / "ranks", ranks=Two()).start() as run:
-        alone = run.batch(records[:1])
-        found = run.correct(alone, run.score(alone).detach()).weights
-    torch.testing.assert_close(found, torch.full_like(found, 1 / 1.75))
+        with pytest.raises(LoopError, match="mismatch.correction.normalize"):
+            run.correct(batch.rows(0, 8), old[:8])
 
 
 def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
@@ -447,23 +259,20 @@ def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
             run.step(run.score(first).mean())
 
 
-def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
-    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
-    states = []
-    for parts in ([(0, 16)], [(0, 5), (5, 16)]):
-        trainer, rollout = sides()
-        trainer.reference = Recurrent(3)
-        with Run(block, trainer, rollout, tmp_path / str(len(parts))).start() as run:
-            batch = run.batch(rollout.generate(PROMPTS))
-            for part in (batch.rows(*rows) for rows in parts):
-                with torch.no_grad():
-                    run.measure(part, old=run.score(part), reference=run.reference(part))
-                assert run._kl is not None and run._kl.coef == 0.1
-            states.append(run.state_dict()["kl"])
-            run.batch(rollout.generate(PROMPTS))
-            assert run._kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
-    assert states[0]["steps"] == states[1]["steps"] == 1
-    assert states[0]["coef"] == pytest.approx(states[1]["coef"])
+@pytest.mark.parametrize("parts", [[(0, 16)], [(0, 5), (5, 16)]])
+def test_the_kl_controller_moves_once_for_each_batch(parts: list[tuple[int, int]], tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    trainer.reference = Recurrent(3)
+    with Run({"kl": {"coef": 0.1, "target_kl": 1e-3}}, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        for part in (batch.rows(*rows) for rows in parts):
+            with torch.no_grad():
+                run.measure(part, old=run.score(part), reference=run.reference(part))
+            assert run._kl is not None and run._kl.coef == 0.1
+        moved = run.state_dict()["kl"]
+        run.batch(rollout.generate(PROMPTS))
+        assert run._kl.coef == moved["coef"] != 0.1 and run.state_dict()["kl"] == moved
+    assert moved["steps"] == 1
 
 
 def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None:
@@ -476,111 +285,36 @@ def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None
         assert rollout.weight_version == 0
 
 
-def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS), split="eval/x")
-        with torch.no_grad():
-            run.correct(batch, run.score(batch))
-        assert "mismatch/rollout_is_mean" not in run.log().metrics
-
-
-def test_an_engine_whose_update_says_nothing_is_named(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    run = Run({}, trainer, rollout, tmp_path).start()
-    rollout.update = lambda weights: None  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(
-        RecordError, match="TorchRollout.update returned a NoneType; it must return a SyncReading and a mapping"
-    ):
-        run.send()
-
-
-def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in_the_report(tmp_path: Path) -> None:
     trainer, rollout = sides()
     for parameter in trainer.model.parameters():
         parameter.requires_grad_(False)
     with pytest.warns(UserWarning, match="no parameter of the optimizer is trainable"):
-        run = Run({}, trainer, rollout, tmp_path).start()
-    run.end()
-    assert "warning    at step 0: no parameter of the optimizer is trainable" in capsys.readouterr().out
+        Run({}, trainer, rollout, tmp_path).start().end()
     ((name, data),) = load_runs(tmp_path).items()
     judged = judge(name, data, summarize({name: data}))
-    assert ["no parameter of the optimizer is trainable" in warning for warning in judged.warnings] == [True]
     assert judged.cause is not None and "is_trainable=True" in judged.cause
 
 
-def test_a_trainable_parameter_is_enough(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    first, *others = trainer.model.parameters()
-    for parameter in others:
-        parameter.requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Run({}, trainer, rollout, tmp_path).start().end()
-    (data,) = load_runs(tmp_path).values()
-    assert "nothing_trained" not in [event.name for event in data.events]
-
-
-def test_weights_that_stand_still_are_in_the_report_and_the_closing_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("still", [True, False])
+def test_weights_that_still_stand_still_at_the_end_are_in_the_report(still: bool, tmp_path: Path) -> None:
     trainer, rollout = sides(rate=0.0)
     with pytest.warns(UserWarning, match="the last 3 weight updates sent the same weights"):
         run = Run({}, trainer, rollout, tmp_path).start()
         learn(run, 4)
-    run.end()
-    built = build(tmp_path).to_dict()
-    (verdict,) = built["runs"].values()
-    still = [warning for warning in verdict["warnings"] if "sent the same weights" in warning]
-    assert len(still) == 1 and still[0].startswith("at step 3") and verdict["level"] != "small"
-    assert "look at the learning rate" in built["verdict"] and "keep watching it" not in built["verdict"]
-    (data,) = load_runs(tmp_path).values()
-    assert any(line.startswith("  warning    at step 3: the last 3 weight updates") for line in closing_lines(data))
-
-
-def test_weights_that_stood_still_for_a_while_do_not_label_the_whole_run(tmp_path: Path) -> None:
-    trainer, rollout = sides(rate=0.0)
-    with pytest.warns(UserWarning, match="the last 3 weight updates sent the same weights"):
-        run = Run({}, trainer, rollout, tmp_path).start()
-        learn(run, 4)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.1
-        learn(run, 2)
+        if not still:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = 0.1
+            learn(run, 2)
     run.end()
     (verdict,) = build(tmp_path).to_dict()["runs"].values()
-    assert not any("sent the same weights" in warning for warning in verdict["warnings"])
-    (data,) = load_runs(tmp_path).values()
-    assert any("the last 3 weight updates" in line for line in closing_lines(data))
+    assert any("sent the same weights" in warning for warning in verdict["warnings"]) == still
 
 
 def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     block = {"kl": {"coef": 0.1, "baseline": "leave_one_out", "placement": "both"}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS))
-        with torch.no_grad():
-            reference = run.reference(batch)
-        part = batch.rows(0, 1)
+        part = run.batch(rollout.generate(PROMPTS)).rows(0, 1)
         with pytest.raises(LoopError, match="this part of a batch has one response of each prompt"):
-            run.kl(part, logprobs=run.score(part), reference=reference[:1])
-        of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
-        run.kl(of_one_prompt, logprobs=run.score(of_one_prompt), reference=reference[: len(of_one_prompt)])
-
-
-class Waits(TorchFunctionMode):
-    """Counts the calls that would wait for a device."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in ("cpu", "item", "tolist", "__float__", "__bool__")
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_norm_of_gradients_waits_for_the_device_once() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.full((3,), float(number))
-    with Waits() as waits:
-        norm = loop._grad_norm(torch.optim.SGD(parameters, lr=1.0), None)
-    assert norm == pytest.approx(math.sqrt(3 * (1 + 4 + 9 + 16))) and waits.count == 1
+            run.kl(part, logprobs=run.score(part), reference=run.reference(part))

@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_ext import Run
 from mismatch_ext.errors import ConfigError, LoopError, RecordError
 from mismatch_ext.rollout import Batch
-from tests.torch_rollout import VOCABULARY, TorchRollout, recurrent_logits
+from tests.torch_rollout import TorchRollout, recurrent_logits
 from tests.unit.loops import PROMPTS, learn, rewards_of, same, sides, weights
 
 TOP_K = 5
@@ -80,14 +80,6 @@ def test_measuring_changes_no_weight(tmp_path: Path) -> None:
             found.append((weights(run.trainer), logs))  # type: ignore[arg-type]
     assert same(found[0][0], found[1][0])
     assert "mismatch/sampler_bias" not in found[0][1][0]
-
-
-def test_a_head_of_the_whole_vocabulary_has_no_tail(tmp_path: Path) -> None:
-    block = {"correction": {"centering": {"top_k": 10 * VOCABULARY, "only_measured": True}}}
-    with started(block, tmp_path) as run:
-        batch = run.batch(run.rollout.generate(PROMPTS))
-        assert batch.records[0].head is not None and batch.records[0].head.ids.shape[1] == VOCABULARY
-        assert not bool(run.center(batch, rewards_of(batch)).any())
 
 
 def test_a_step_without_the_term_is_refused(tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mismatch_ext.adapters.sglang import (
     RoutingShape,
     check_server,
-    generate_request,
     parse_response,
     read_server,
     to_provenance,
@@ -19,13 +17,12 @@ from mismatch_ext.adapters.sglang import (
 )
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RecordError, RoutingError
+from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
 FILES = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("cases_*.json"))}
 NAMES = [(stem, case["name"]) for stem, data in FILES.items() for case in data["cases"] if case["start"] == 0]
-VERSIONS = ["0.5.15", "0.5.18", "0.5.23"]
 
 
 def case(stem: str, name: str) -> dict[str, Any]:
@@ -57,10 +54,6 @@ def records(stem: str, name: str, **changes: Any) -> list[RolloutRecord]:
     return to_records(found["out"], **(arguments | changes))
 
 
-def test_there_is_a_recording_of_each_version() -> None:
-    assert sorted(data["version"] for data in FILES.values()) == VERSIONS
-
-
 @pytest.mark.parametrize(("stem", "name"), NAMES)
 def test_every_request_gives_complete_records(stem: str, name: str) -> None:
     found = case(stem, name)
@@ -76,48 +69,17 @@ def test_every_request_gives_complete_records(stem: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("stem", FILES)
-def test_a_stop_token_belongs_to_the_response_and_has_no_row(stem: str) -> None:
+def test_a_stop_token_belongs_to_the_response(stem: str) -> None:
     (record,) = records(stem, "stop token")
     end = case(stem, "stop token")["out"][0]["meta_info"]["finish_reason"]["matched"]
-    assert record.response_ids.tolist().index(end) == len(record.response_ids) - 1 and 2 < len(record.response_ids) < 8
-    assert record.routing is not None and record.routing.rows == 5 + len(record.response_ids) - 1
-
-
-def test_sglang_ignores_stop_tokens_with_ignore_eos_so_that_the_request_is_refused() -> None:
-    (record,) = records("cases_bfloat16_0.5.15", "stop token and ignore_eos")
-    assert record.response_ids[3] == 251 and len(record.response_ids) == 8  # 251 was its stop token
-    with pytest.raises(RecordError, match="ignore_eos=True with stop_token_ids"):
-        generate_request([1], SamplingSettings(), max_new_tokens=8, stop_token_ids=[251], ignore_eos=True)
+    assert record.response_ids.tolist().index(end) == len(record.response_ids) - 1
 
 
 @pytest.mark.parametrize("stem", FILES)
-def test_a_prompt_that_was_only_scored(stem: str) -> None:
-    (record,) = records(stem, "scored")
-    assert len(record.response_ids) == 0 and record.routing is not None and record.routing.rows == 4
-    (entry, *rest) = case(stem, "scored")["out"][0]["meta_info"]["input_token_logprobs"]
-    assert entry[0] is None and len(rest) == 4
-
-
-@pytest.mark.parametrize("stem", FILES)
-def test_several_responses_share_their_prompts_routes(stem: str) -> None:
-    found = records(stem, "n")
-    assert [len(record.prompt_ids) for record in found] == [5, 5, 7, 7]
-    for first, second in zip(found[::2], found[1::2], strict=True):
-        assert first.routing is not None and second.routing is not None
-        assert torch.equal(
-            first.routing.experts[: len(first.prompt_ids)], second.routing.experts[: len(first.prompt_ids)]
-        )
-
-
-@pytest.mark.parametrize(("stem", "name"), NAMES)
-def test_another_model_another_prompt_or_other_weights_are_refused(stem: str, name: str) -> None:
+def test_another_model_is_refused(stem: str) -> None:
     other = RoutingShape(num_layers=4, layers=(0, 1, 2), num_experts=8, top_k=2)
     with pytest.raises(RoutingError, match="routed_experts: .* bytes"):
-        records(stem, name, shape=other)
-    with pytest.raises(RecordError, match="meta_info.prompt_tokens: found"):
-        records(stem, name, prompt_ids=[[*ids, 4] for ids in case(stem, name)["ids"]])
-    with pytest.raises(RecordError, match="meta_info.weight_version: found 'default'; allowed: '1'"):
-        records(stem, name, weight_version="1")
+        records(stem, "stop token", shape=other)
 
 
 def test_experts_that_ran_in_a_dense_layer_are_seen() -> None:
@@ -136,9 +98,6 @@ def test_the_recorded_server_is_judged_by_its_own_report(stem: str) -> None:
     assert config is not None
     found = check_server(data["server_info"], config=config, trainer_dtype="float32", original_logprobs=False)
     assert found.problems == ()
-    without = data["server_info"] | {"enable_return_routed_experts": False}
-    found = check_server(without, config=config, trainer_dtype="float32", original_logprobs=False)
-    assert found.problems[-1].flag == "--enable-return-routed-experts"
 
 
 @pytest.mark.parametrize(("stem", "name"), NAMES)

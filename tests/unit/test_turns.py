@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -70,18 +71,15 @@ def shortened(length: int) -> Trained:
 def test_a_token_keeps_the_experts_that_it_was_sampled_with() -> None:
     joined = join_turns(turns(), [whole()])
     (record,) = joined.records
-    assert (kept := whole().rollout_logprobs) is not None
     assert record.response_ids.tolist() == list(ROW) and record.response_mask.tolist() == list(MASK)
-    assert np.array_equal(record.rollout_logprobs, kept)
-    assert record.request_id == "0" and record.provenance == HERE
+    assert np.array_equal(record.rollout_logprobs, whole().rollout_logprobs)  # type: ignore[arg-type]
     assert record.routing is not None and record.support is not None
     # The last token of a turn, and the tool's behind it, have the experts of the next turn's prefill.
     experts = record.routing.experts[:, 0, 1].tolist()
-    assert experts == [1] * (2 + 2) + [2] * (1 + 2 + 1) + [3] * (1 + 1 + 2)
+    assert experts == [1] * 4 + [2] * 4 + [3] * 4
     assert record.routing.tokens is not None and record.routing.tokens.tolist() == [*PROMPT, *ROW][:-1]
     # Each later turn has routed all earlier tokens anew, by other experts.
-    assert (joined.turns, joined.sampled_rows, joined.prefilled_rows) == (3, 2 + 1 + 2, 2 + 1 + 2 + 1 + 1)
-    assert joined.rerouted_rows == 4 + 8
+    assert (joined.turns, joined.sampled_rows, joined.prefilled_rows, joined.rerouted_rows) == (3, 5, 7, 12)
     assert record.support.counts.tolist() == [2 * kept for kept in MASK]
     assert record.support.slice(5, 6).ids.tolist() == [0, 6]
 
@@ -91,18 +89,13 @@ def test_equal_prefills_are_not_counted_as_others() -> None:
     assert join_turns(same, [whole()]).rerouted_rows == 0
 
 
-def test_a_completion_may_end_within_a_turn_at_the_limit() -> None:
-    for length, sampled in ((9, 1), (8, 0)):
-        joined = join_turns(turns(), [shortened(length)], limit=length)
-        (record,) = joined.records
-        assert (
-            record.response_mask.tolist() == list(MASK[:length])
-            and record.finish_reason == "length"
-            and joined.turns == 3
-        )
-        assert record.routing is not None and record.routing.rows == len(PROMPT) + length
-        assert joined.sampled_rows == 3 + sampled
-    assert join_turns(turns(), [shortened(9)]).turns == 3
+@pytest.mark.parametrize(("length", "sampled"), [(9, 1), (8, 0)])
+def test_a_completion_may_end_within_a_turn_at_the_limit(length: int, sampled: int) -> None:
+    joined = join_turns(turns(), [shortened(length)], limit=length)
+    (record,) = joined.records
+    assert record.response_mask.tolist() == list(MASK[:length]) and record.finish_reason == "length"
+    assert record.routing is not None and record.routing.rows == len(PROMPT) + length
+    assert (joined.turns, joined.sampled_rows) == (3, 3 + sampled)
 
 
 def test_turns_find_their_completions() -> None:
@@ -117,12 +110,6 @@ def test_turns_find_their_completions() -> None:
         assert joined.turns == 8
         assert np.array_equal(joined.records[1].rollout_logprobs, other.rollout_logprobs)
         assert np.array_equal(joined.records[2].rollout_logprobs, third.rollout_logprobs)
-
-
-def test_a_masked_turn_is_in_no_statistic() -> None:
-    mask = tuple(kept and place > 4 for place, kept in enumerate(MASK))
-    (record,) = join_turns(turns(), [whole(response_mask=mask)]).records
-    assert record.response_mask.tolist() == list(mask) and record.routing is not None
 
 
 def rendered_again() -> tuple[list[RolloutRecord], Trained]:
@@ -164,74 +151,34 @@ def moved() -> tuple[list[RolloutRecord], Trained]:
     return turns(), whole(rollout_logprobs=tuple(values))
 
 
-FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[MismatchError], list[str]]] = {
-    "the engine is given an earlier turn anew": (
-        rendered_again, RecordError,
-        ["token 5 of the completion (id 6)", "was given id 19 as token 1 of the completion, where id 4 is trained on"],
-    ),
-    "a sampled token is another": (
-        lambda: trained_on_other(6), RecordError,
-        ["token 5 of the completion (id 6)", "sampled id 7 as token 6 of the completion, where id 19 is trained on"],
-    ),
-    "a prompt is another": (
-        lambda: (turns(), whole(prompt_ids=(1, 19))), RecordError,
-        ["completion 0: token 0 of the completion (id 3) counts as the policy's, and no call"],
-    ),
-    "a tool's token is another": (
-        lambda: trained_on_other(4), RecordError, ["was given id 12 as token 4 of the completion, where id 19"],
-    ),
-    "a turn and its tool are left out": (
-        lambda: without(5, 8), RecordError,
-        ["token 5 of the completion (id 8)", "was given id 6 as token 5 of the completion, where id 8 is trained on"],
-    ),
-    "a turn is left out and its tool stays": (lambda: without(5, 7), RecordError,
-        ["was given id 6 as token 5 of the completion, where id 13"]),
-    "the first turn is left out": (
-        lambda: without(0, 5), RecordError,
-        ["token 0 of the completion (id 6)", "was given id 3 as token 0 of the completion, where id 6"],
-    ),
-    "the last turn is left out": (
-        lambda: without(8, 11), RecordError,
-        ["completion 0: a turn was dropped: the engine sampled 3 tokens behind 10 given ones"],
-    ),
-    "the end of a turn is left out": (
-        lambda: without(10, 11), RecordError, 
-        ["sampled id 10 as token 10 of the completion, where the completion ends"],
-    ),
-    "weights change": (
-        lambda: of_version(2, weight_version=4), RecordError,
-        ["completion 0, turn 0 has weight_version=3, completion 0, turn 2 has weight_version=4"],
-    ),
-    "settings change": (
-        lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), RecordError,
-        ["completion 0, turn 1 has sampling=", "temperature=0.5"],
-    ),
-    "a tool's token counts": (marked, RecordError, ["token 4 of the completion (id 12) counts as the policy's, and no call"]),
-    "log-probabilities move": (
-        moved, RecordError, ["token 5 of the completion is trained with log-probability -1.07", "engine reported -1.06"],
-    ),
-    "a turn has no routes": (
-        lambda: ([turns()[0], replace(turns()[1], routing=None), turns()[2]], whole()), RoutingError,
-        ["completion 0: a turn's routes are missing"],
-    ),
-    "a turn has no masks": (
-        lambda: ([turns()[0], replace(turns()[1], support=None), turns()[2]], whole()), RecordError,
-        ["completion 0: a turn has no sampling masks"],
-    ),
-    "nothing was recorded": (lambda: ([], whole()), RecordError, ["sampled it there. Generate by"]),
-    "nothing was sampled": (
-        lambda: ([], whole(response_mask=(False,) * len(ROW))), RecordError, ["has sampled any of its tokens"],
-    ),
-}  # fmt: skip
+def bare(field: str) -> tuple[list[RolloutRecord], Trained]:
+    first, second, third = turns()
+    return [first, replace(second, **{field: None}), third], whole()
+
+
+FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], str]] = {
+    "an earlier turn is rendered again": (rendered_again, "was given id 19 as token 1 of the completion, where id 4"),
+    "a sampled token is another": (lambda: trained_on_other(6), "sampled id 7 as token 6 of the completion"),
+    "a tool's token is another": (lambda: trained_on_other(4), "was given id 12 as token 4 of the completion"),
+    "a turn is left out": (lambda: without(5, 7), "was given id 6 as token 5 of the completion, where id 13"),
+    "the last turn is left out": (lambda: without(8, 11), "a turn was dropped: the engine sampled 3 tokens"),
+    "the end of a turn is left out": (lambda: without(10, 11), "sampled id 10 as token 10 of the completion"),
+    "weights change": (lambda: of_version(2, weight_version=4), "completion 0, turn 2 has weight_version=4"),
+    "settings change": (lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), "turn 1 has sampling="),
+    "a tool's token counts": (marked, "token 4 of the completion (id 12) counts as the policy's, and no call"),
+    "log-probabilities move": (moved, "token 5 of the completion is trained with log-probability -1.07"),
+    "a turn has no routes": (lambda: bare("routing"), "a turn's routes are missing"),
+    "a turn has no masks": (lambda: bare("support"), "a turn has no sampling masks"),
+    "nothing was recorded": (lambda: ([], whole()), "sampled it there. Generate by"),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_wrong_is_named(name: str) -> None:
-    make, kind, words = FAULTS[name]
+    make, words = FAULTS[name]
     found, one = make()
-    with pytest.raises(kind) as refusal:
+    with pytest.raises(MismatchError, match=re.escape(words)):
         join_turns(found, [one], limit=len(ROW))
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_a_completion_has_the_fault_of_its_turn() -> None:
@@ -261,22 +208,6 @@ def test_calls_about_something_else_are_left_out() -> None:
     # One that goes on from the completion is none.
     with pytest.raises(RecordError, match="a turn was dropped"):
         join_turns(turns(), [shortened(5)], every_turn=False)
-
-
-def test_another_candidate_is_not_taken_for_the_turn() -> None:
-    # The second turn was given an earlier token anew, or counts as the policy's a token that it was given.
-    (found, one), candidate = rendered_again(), turn(tuple(turns()[1].prompt_ids.tolist()), (19,), 8)
-    for order in ([candidate, *found], [*found, candidate]):
-        with pytest.raises(RecordError, match="was given id 19 as token 1 of the completion, where id 4"):
-            join_turns(order, [one], every_turn=False)
-    other = [turn(PROMPT, (4, 5), 0), turn((*PROMPT, 4, 5, 11, 12), (7,), 1)]  # another completion's, unmasked as well
-    other.append(turn((*PROMPT, 19), (4,), 2))
-    other.append(turn((9,), (3,), 2))  # about something else
-    rows = [whole(response_mask=(True,) * len(ROW)), Trained(
-        prompt_ids=PROMPT, response_ids=(4, 5, 11, 12, 7), response_mask=(True,) * 5,
-    )]  # fmt: skip
-    with pytest.raises(RecordError, match=r"token 3 of the completion \(id 11\) counts as the policy's, and no call"):
-        join_turns([*other, candidate, *turns()], rows, every_turn=False)
 
 
 def test_something_else_has_sampled_what_no_turn_has() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mismatch_ext import versions
-from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 from mismatch_ext.patching import Patch
 from mismatch_ext.versions import PEERS, KnownWrong, Peer, accepted, installed, require
@@ -50,16 +48,15 @@ def install(folder: Path, version: str, name: str = "upst") -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize("version", ["1.1.9", "1.2.0.dev1", "0.9"])
-def test_below_the_oldest_that_ran_the_error_names_peer_version_and_range(upstream: Path, version: str) -> None:
-    install(upstream, version)
-    if version == "1.2.0.dev1":  # a vendor's build before the release counts as it
-        assert require("upst") == version
-        return
-    with pytest.raises(PeerVersionError) as error:
+def test_below_the_oldest_that_ran_the_error_names_peer_version_and_range(upstream: Path) -> None:
+    install(upstream, "1.1.9")
+    with pytest.raises(PeerVersionError, match="upst 1.1.9 is outside the supported range >=1.2.0"):
         require("upst")
-    assert f"upst {version} is outside the supported range >=1.2.0" in str(error.value)
-    assert "nothing was patched or changed" in str(error.value)
+
+
+def test_a_vendors_build_before_the_release_counts_as_it(upstream: Path) -> None:
+    install(upstream, "1.2.0.dev1")
+    assert require("upst") == "1.2.0.dev1"
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0", "1.4.1", "2.0.0", "1.10.0"])
@@ -83,41 +80,26 @@ def test_a_version_that_ran_is_returned_without_a_word(upstream: Path, version: 
         assert require("upst") == version
 
 
-def test_what_is_known_to_be_wrong_is_refused_where_it_is_with_reason_and_remedy(upstream: Path) -> None:
+def test_what_is_known_to_be_wrong_is_refused_with_reason_and_remedy(upstream: Path) -> None:
     install(upstream, "1.3.1")
-    with pytest.raises(PeerVersionError) as error:
+    with pytest.raises(PeerVersionError, match="it does not work on a Sunday: it sleeps.*Fix: pip install upst==1.2.0"):
         require("upst")
-    assert str(error.value) == (
-        "upst 1.3.1: it does not work on a Sunday: it sleeps. Nothing was patched or changed. "
-        "Fix: pip install upst==1.2.0."
-    )
 
 
 def test_what_is_wrong_elsewhere_or_for_another_feature_is_no_hole(
     upstream: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(upstream, "1.4.0")
-    assert require("upst") == accepted("upst", ["kl", "routing.R2"]) == "1.4.0"
-    with pytest.raises(PeerVersionError, match="upst 1.4.0: mismatch.routing.R3 does not work on a Sunday"):
-        accepted("upst", ["kl", "routing.R3"])
     monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", where=("cpu",)),))
-    assert accepted("upst", ["routing.R3"], {"vllm"}) == "1.4.0"
-    with pytest.raises(PeerVersionError, match="mismatch.routing.R3"):
+    assert accepted("upst", ["kl", "routing.R2"], {"cpu"}) == accepted("upst", ["routing.R3"], {"vllm"}) == "1.4.0"
+    with pytest.raises(PeerVersionError, match="mismatch.routing.R3 does not work on a Sunday"):
         accepted("upst", ["routing.R3"], {"vllm", "cpu"})
-    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", without="json"),))
-    assert accepted("upst", ["routing.R3"]) == "1.4.0"
 
 
-def test_every_entry_is_of_a_version_that_would_be_accepted_and_of_a_feature_that_there_is() -> None:
-    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {"preset": "tis"}, "kl": {"coef": 0.1}}
-    blocks = [MismatchConfig.parse({**sections, "routing": {"mode": mode}}) for mode in ("R2", "R3")]
-    asked = {feature for block in blocks if block is not None for feature in block.features}
-    for entry in versions.KNOWN_WRONG:
-        bounds = [Version(part.version.removesuffix(".*")) for part in SpecifierSet(entry.versions)]
-        assert any(PEERS[entry.peer].accepts(str(bound)) for bound in bounds), entry
-        assert entry.feature is None or entry.feature in asked, entry
-        assert entry.applies() in (True, False)
-        assert entry.reason.endswith(".") and not entry.remedy.endswith(".")
+@pytest.mark.parametrize("entry", versions.KNOWN_WRONG, ids=lambda entry: f"{entry.peer}{entry.versions}")
+def test_every_entry_is_of_a_version_that_would_be_accepted(entry: KnownWrong) -> None:
+    bounds = [Version(part.version.removesuffix(".*")) for part in SpecifierSet(entry.versions)]
+    assert any(PEERS[entry.peer].accepts(str(bound)) for bound in bounds)
 
 
 def test_any_of_a_peers_distributions_will_do(upstream: Path) -> None:
@@ -134,17 +116,10 @@ def test_a_missing_peer_is_named_with_what_to_install(upstream: Path) -> None:
 
 def test_a_missing_peer_is_named_with_the_versions_that_work_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda name: None)
-    with pytest.raises(PeerVersionError, match=r"supports sglang >=0\.5\.12\. ") as error:
+    with pytest.raises(PeerVersionError, match=r"supports sglang >=0\.5\.12\. "):
         accepted("sglang")
-    assert 'pip install ".[sglang]"` in a clone' in str(error.value)
-    with pytest.raises(PeerVersionError, match=r">=0\.5\.12 \(under verl: 0\.5\.12, 0\.5\.18\)") as error:
+    with pytest.raises(PeerVersionError, match=r">=0\.5\.12 \(under verl: 0\.5\.12, 0\.5\.18\)"):
         accepted("sglang", using={"verl", "sglang"})
-    # No one line of pip installs SGLang with verl.
-    assert "pip" not in str(error.value) and "docs/index.md#tested-versions" in str(error.value)
-    every = replace(wrong(None, versions=">=0"), peer="sglang")
-    monkeypatch.setattr(versions, "KNOWN_WRONG", (every,))
-    with pytest.raises(PeerVersionError, match=r": none\)\. docs/index\.md"):
-        accepted("sglang")
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -168,30 +143,8 @@ def test_the_table_of_tested_versions_has_what_ran_and_nothing_else() -> None:
     assert {name: named[name] for name in PEERS} == {name: set(peer.ran) for name, peer in PEERS.items()}
 
 
-def test_the_table_of_releases_has_the_first_and_the_last_version_that_ran() -> None:
-    page = (ROOT / "docs/maintainers.md").read_text(encoding="utf-8")
-    heads, row = (
-        [cell.strip() for cell in found.split("|")[1:-1]]
-        for found in re.findall(r"^(?:\| release|\| 0\.1\.0) \|.*$", page, flags=re.M)
-    )
-    for head, cell in zip(heads, row, strict=True):
-        if head.lower() not in PEERS:
-            continue
-        first, last = (Version(PEERS[head.lower()].ran[end]) for end in (0, -1))
-        found = [Version(version) for version in cell.split(" to ")]
-        # TRL and vLLM are named by their minor versions.
-        shortened = [
-            Version(".".join(map(str, one.release[: len(of.release)])))
-            for one, of in zip((first, last), (found[0], found[-1]), strict=True)
-        ]
-        assert shortened == [found[0], found[-1]], head
-
-
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)
 def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch) -> None:
-    peer = PEERS[patch.peer]
-    if patch.supports:
-        bounds = {part.operator: part.version for part in SpecifierSet(patch.supports)}
-        assert peer.accepts(bounds[">="]) and peer.tested(bounds["<="])
-    assert patch.name.startswith(f"{patch.peer}/") and patch.upstream.startswith("https://")
-    assert all(said.strip() for said in (patch.reason, patch.not_covered, patch.remove_when))
+    bounds = {part.operator: part.version for part in SpecifierSet(patch.supports)}
+    if bounds:
+        assert PEERS[patch.peer].accepts(bounds[">="]) and PEERS[patch.peer].tested(bounds["<="])

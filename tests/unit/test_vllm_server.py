@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import requests
 import torch
 from mismatch_ext.adapters.http import Refused
 from mismatch_ext.adapters.vllm.http import ALIVE, ServerHttp
-from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, METHODS, READ
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.vllm.stamps import FRESH, Stamps
@@ -27,7 +25,6 @@ from mismatch_ext.adapters.vllm.weights import Sending
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import in_parts
 
 SILENT = "/silent"
 Answers = dict[str, Any]
@@ -77,21 +74,12 @@ def _http(url: str, timeout: float = 20.0) -> ServerHttp:
 class TestRequests:
     def test_credentials_of_the_address_become_the_sessions(self) -> None:
         http = _http("http://user:p%40ss@127.0.0.1:8000")
-        assert http.url == "http://127.0.0.1:8000" and http.session.auth == ("user", "p@ss")
-        assert "user" not in str(http)
-
-    def test_a_server_does_not_say_how_long_to_wait(self) -> None:
-        retries = _http("http://127.0.0.1:8000").session.get_adapter("http://").max_retries
-        assert retries.respect_retry_after_header is False
+        assert http.session.auth == ("user", "p@ss") and "user" not in str(http)
 
     def test_an_engine_that_is_silent_ends_the_run(self) -> None:
-        with answering({ALIVE: SILENT, "/v1/completions": SILENT, "/collective_rpc": SILENT}) as url:
+        with answering({ALIVE: SILENT, "/v1/completions": SILENT}) as url:
             http = _http(url, 0.2)
-            for ask in (
-                lambda: http.get(ALIVE),
-                lambda: http.rpc(READ),
-                lambda: http.generate("/v1/completions", {}),
-            ):
+            for ask in (lambda: http.get(ALIVE), lambda: http.generate("/v1/completions", {})):
                 with pytest.raises(EngineError, match="did not answer .* within 0.2 s; its engine hangs"):
                     ask()
 
@@ -113,38 +101,11 @@ class TestRequests:
             assert http.generate("/v1/completions", [1, 2]) == {"choices": [1, 2]}
         assert len(asked) >= 3
 
-    def test_threads_that_ask_at_the_same_time_share_no_session(self) -> None:
-        meeting, sessions = threading.Barrier(3), []
-
-        class Watched(requests.Session):
-            def request(self, *args: Any, **kwargs: Any) -> Any:
-                sessions.append(self)
-                return super().request(*args, **kwargs)
-
-        def answer(body: Any) -> Any:
-            meeting.wait(30)
-            return body
-
-        shared = Watched()
-        shared.headers["Authorization"] = "Bearer mine"
-        shared.cookies.set("route", "a")
-        with answering({"/v1/completions": answer, "/render": answer}) as url:
-            http = ServerHttp(url, shared, 30.0)
-            with ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(http.generate, "/v1/completions", n) for n in range(2)]
-                asked.append(pool.submit(http.post, "/render", 2))
-                assert [one.result() for one in asked] == [0, 1, 2]
-        assert len({id(session) for session in sessions} | {id(session.cookies) for session in sessions}) == 6
-        for session in sessions:
-            assert session.headers["Authorization"] == "Bearer mine" and session.cookies["route"] == "a"
-
     def test_what_fails_is_said_in_the_servers_words(self) -> None:
         bad = (400, {"error": {"message": "Out of range float values are not JSON compliant: nan"}})
         with answering({"/bad": bad, "/worse": (500, {"error": {"message": "no weights"}})}) as url:
             http = _http(url)
             with pytest.raises(NonFiniteLogprobError, match="not finite: its weights are corrupted"):
-                http.post("/bad")
-            with pytest.raises(NonFiniteLogprobError):
                 http.generate("/bad", {})
             with pytest.raises(Refused, match="/worse with status 500: no weights"):
                 http.post("/worse")
@@ -158,22 +119,13 @@ class TestStamps:
         begun = mine.begin()
         first = mine.end()
         assert mine.contradiction(first) is None
-        for found, said in {
-            begun: "failed half-way",
-            FRESH: "was restarted",
-            other.begin(): "failed half-way",
-            other.end(): "another trainer",
-            "step-7": "somebody else",
-        }.items():
-            assert said in str(mine.contradiction(found)), found
+        assert "failed half-way" in str(mine.contradiction(begun))
+        assert "was restarted" in str(mine.contradiction(FRESH))
+        other.begin()
+        assert "another trainer" in str(mine.contradiction(other.end()))
         mine.begin()
         mine.end()
         assert "older update of this trainer" in str(mine.contradiction(first))
-
-    def test_an_update_that_was_begun_is_not_the_last(self) -> None:
-        stamps = Stamps()
-        stamps.begin()
-        assert stamps.last is None
 
 
 class Worker:
@@ -233,22 +185,18 @@ class TestWhatAServerMustBe:
                      "--dtype float16", "--enable-return-routed-experts"):  # fmt: skip
             assert f"\n  {flag} " in said, said
 
-    @pytest.mark.parametrize(("most", "missing"), [(20, True), (127, True), (128, False), (-1, False)])
+    @pytest.mark.parametrize(("most", "missing"), [(127, True), (128, False), (-1, False)])
     def test_as_many_likely_tokens_as_centering_asks_for_are_reported(self, most: int, missing: bool) -> None:
         block = {"correction": {"centering": {"top_k": 128}}}
         said = _checked(_server(max_logprobs=most), block, _read_back("float32"))
-        assert ("\n  --max-logprobs 128 " in said and f"it reports {most} at most" in said) == missing, said
-        assert _checked(_server(max_logprobs=most), {"correction": {"preset": "tis"}}, _read_back("float32")) == ""
+        assert ("\n  --max-logprobs 128 " in said) == missing, said
 
-    @pytest.mark.parametrize("head", [None, "float32"])
-    def test_a_head_in_float32_is_read_back_and_its_flag_is_named(self, head: str | None) -> None:
+    def test_a_head_in_float32_is_read_back_and_its_flag_is_named(self) -> None:
         block = {"precision": {"dtype": "bfloat16", "head": "float32"}}
-        said = _checked(_server(dtype="torch.bfloat16"), block, _read_back("bfloat16", head_dtype=head or "bfloat16"))
-        flag = '--hf-overrides \'{"head_dtype": "float32"}\''
-        assert (flag in said and "its output head computes in bfloat16" in said) == (head is None)
-        assert head is None or said == ""
-        unread = _checked(_server(dtype="torch.bfloat16"), block, _without_plugin)
-        assert flag in unread and "its output head cannot be read back" in unread
+        server, flag = _server(dtype="torch.bfloat16"), '--hf-overrides \'{"head_dtype": "float32"}\''
+        assert _checked(server, block, _read_back("bfloat16", head_dtype="float32")) == ""
+        assert flag in _checked(server, block, _read_back("bfloat16", head_dtype="bfloat16"))
+        assert flag in _checked(server, block, _without_plugin)
 
     def test_a_cpu_takes_weights_in_requests_alone(self) -> None:
         said = _checked(_server(), {}, _without_plugin, device="cpu")
@@ -268,24 +216,11 @@ class TestWhatAServerMustBe:
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(_checked(_server(**changed), block, rpc))
 
-    def test_without_development_endpoints_the_variable_is_named(self) -> None:
-        with answering({}) as url, pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as error:
-            RemoteEngine(_http(url))
-        assert "VLLM_USE_RUST_FRONTEND" not in str(error.value)
-
-    @pytest.mark.parametrize("missing", ["/server_info", "/collective_rpc"])
-    def test_a_frontend_without_a_needed_endpoint_is_named_with_the_one_that_has_it(self, missing: str) -> None:
+    def test_a_frontend_without_a_needed_endpoint_is_named_with_the_one_that_has_it(self) -> None:
         """vLLM's Rust frontend answers 404 with an empty body for a path that it does not have."""
-        answers = _server() | {"/weight_info": {"weight_version": "default"}, "/collective_rpc": _read_back("float32")}
-        with answering(answers | {missing: (404, None)}) as url, pytest.raises(EngineError) as error:
+        answers = _server() | {"/weight_info": {"weight_version": "default"}, "/collective_rpc": (404, None)}
+        with answering(answers) as url, pytest.raises(EngineError, match="VLLM_USE_RUST_FRONTEND=0"):
             RemoteEngine(_http(url))
-        said = str(error.value)
-        assert f"its HTTP frontend has no {missing}" in said and "VLLM_USE_RUST_FRONTEND=0" in said, said
-
-    def test_a_frontend_without_weight_updates_is_in_development_mode_too(self) -> None:
-        with answering({"/is_sleeping": {"is_sleeping": False}}) as url, pytest.raises(EngineError) as error:
-            RemoteEngine(_http(url))
-        assert "its HTTP frontend has no /server_info" in str(error.value)
 
     def test_without_the_plugin_it_is_said_what_is_not_checked(self) -> None:
         with answering(_server(dtype="torch.bfloat16") | {"/collective_rpc": _without_plugin}) as url:
@@ -307,38 +242,22 @@ class TestComparison:
         model = torch.nn.Module()
         model.embed_tokens = torch.nn.Embedding(8, 2, dtype=torch.bfloat16)
         sent, older, other = (torch.nn.Embedding(5, 2) for _ in range(3))
-        workers = [Worker(model)]
+        worker = Worker(model)
         methods = {DIGESTS: METHODS[DIGESTS], READ: lambda worker: {"mismatch": "0"}}
 
         def rpc(body: Any) -> Any:
-            return {"results": [methods[body["method"]](worker, **body["kwargs"]) for worker in workers]}
-
-        def compared() -> Any:
-            (found,) = remote.compare(_samples(sent), _samples(older))
-            return found.equal, found.matches_previous, found.max_abs_diff
+            return {"results": [methods[body["method"]](worker, **body["kwargs"])]}
 
         with answering(_server() | {"/collective_rpc": rpc}) as url:
             remote = RemoteEngine(_http(url))
-            for held, expected in (
-                (sent, (True, False, 0.0)),
-                (older, (False, True, None)),
-                (other, (False, False, None)),
-            ):
+            for held, expected in ((sent, (True, False)), (older, (False, True)), (other, (False, False))):
                 with torch.no_grad():
                     model.embed_tokens.weight[:5] = held.weight
-                assert compared() == expected
-            workers.append(Worker(model))
-            assert [c.name for c in remote.compare(_samples(sent), {})] == [
-                "embed_tokens.weight of worker 0", "embed_tokens.weight of worker 1",
-            ]  # fmt: skip
+                (found,) = remote.compare(_samples(sent), _samples(older))
+                assert (found.equal, found.matches_previous) == expected
 
 
 class TestSending:
-    def test_requests_hold_what_fits_and_all_of_it(self) -> None:
-        large = torch.zeros(REQUEST_BYTES // 4 - 3)
-        tensors = [("a", torch.ones(2)), ("b", large), ("c", torch.ones(2))]
-        assert [[name for name, _ in part] for part in in_parts(tensors, REQUEST_BYTES)] == [["a", "b"], ["c"]]
-
     def test_bytes_arrive_as_they_were(self) -> None:
         received: list[Any] = []
         answers = _server(weight_transfer_config={"backend": "mismatch_http"})
@@ -351,5 +270,4 @@ class TestSending:
             RemoteEngine(_http(url)).send([("w", values)])
         (info,) = (body["update_info"] for body in received)
         assert (info["names"], info["dtypes"], info["shapes"]) == (["w"], ["bfloat16"], [[2, 2]])
-        raw = values.contiguous().view(torch.uint8).numpy().tobytes()
-        assert hashlib.sha256(base64.b64decode(info["data"][0])).digest() == hashlib.sha256(raw).digest()
+        assert base64.b64decode(info["data"][0]) == values.contiguous().view(torch.uint8).numpy().tobytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -129,15 +130,10 @@ def test_weights_that_stand_still_are_said_once() -> None:
     for stepped in (False, True, False, True, False):
         verifier.verify(engine.sample(), stepped=stepped)
     assert said == []
-    for _ in range(3):
+    for _ in range(4):
         verifier.verify(engine.sample())
-    ((level, event, message),) = said
-    assert (level, event) == ("warning", "weights_still") and message.startswith(
-        "the last 3 weight updates sent the same"
-    )
     trainer.train()
     verifier.verify(engine.receive(trainer.model))
-    assert said[1][:2] == ("info", "weights_moving")
     for _ in range(3):
         verifier.verify(engine.sample())
     assert [event for _, event, _ in said] == ["weights_still", "weights_moving", "weights_still"]
@@ -181,48 +177,32 @@ def test_an_engine_that_was_not_updated_twice_is_an_error_unless_that_is_to_warn
     assert first is not None and first.status == "stale" and not first.clear
     for _ in range(10):
         trainer.train()
-    if action == "warn":
-        second = verifier.verify()
-        assert second is not None and second.status == "stale"
-    else:
-        with pytest.raises(WeightSyncError, match="stale"):
-            verifier.verify()
+    with nullcontext() if action == "warn" else pytest.raises(WeightSyncError, match="stale"):
+        verifier.verify()
     assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC), ("error", WEIGHT_SYNC)]
     assert said[0][2].startswith("rollout server 1: weight update 1: stale.")
-    assert said[0][2].endswith("Two in a row fail, and so do 3 of the last 10.")
-    assert verifier.verdict is not None and verifier.verdict.message in said[1][2]
 
 
-def test_one_update_that_is_missed_ends_nothing() -> None:
+@pytest.mark.parametrize(
+    ("sends", "warned", "ends"),
+    [
+        # One that is missed ends nothing; two in a row do, and so do three of the last ten.
+        ((True, False, True, True, False, True), 2, False),
+        ((True, False, False), 1, True),
+        ((False, True, False, True, False), 2, True),
+        # What is more than ten updates ago is forgotten.
+        ((False, True, False, *[True] * 9, False), 3, False),
+    ],
+)
+def test_how_many_missed_updates_end_a_run(sends: tuple[bool, ...], warned: int, ends: bool) -> None:
     trainer, engine, verifier, said = started()
-    for sends in (True, False, True, True, False, True):
-        for _ in range(5):
-            trainer.train()
-        verdict = verifier.verify(engine.receive(trainer.model) if sends else None)
-        assert verdict is not None and verdict.ok == sends, verdict.message
-    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 2
-
-
-def test_an_engine_that_misses_every_second_update_is_an_error_at_the_third() -> None:
-    trainer, engine, verifier, said = started()
-    for sends in (False, True, False, True):
-        for _ in range(5):
-            trainer.train()
-        verifier.verify(engine.receive(trainer.model) if sends else None)
-    for _ in range(5):
-        trainer.train()
-    with pytest.raises(WeightSyncError, match="weight update 5: stale"):
-        verifier.verify()
-    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 2 + [("error", WEIGHT_SYNC)]
-
-
-def test_doubts_of_more_than_ten_updates_ago_are_forgotten() -> None:
-    trainer, engine, verifier, said = started()
-    for sends in (False, True, False, *[True] * 8, False):
-        for _ in range(5):
-            trainer.train()
-        verifier.verify(engine.receive(trainer.model) if sends else None)
-    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 3
+    with pytest.raises(WeightSyncError, match="stale") if ends else nullcontext():
+        for sent in sends:
+            for _ in range(5):
+                trainer.train()
+            verdict = verifier.verify(engine.receive(trainer.model) if sent else None)
+            assert verdict is not None and verdict.ok == sent, verdict.message
+    assert [level for level, *_ in said] == ["warning"] * warned + ["error"] * ends
 
 
 def test_a_tensor_of_before_the_update_is_an_error_at_once() -> None:
@@ -248,18 +228,6 @@ def test_an_update_far_beyond_what_it_moved_is_an_error_at_once() -> None:
     assert verifier.verdict is not None and verifier.verdict.clear and said[0][0] == "error"
 
 
-def test_doubt_is_kept_over_a_resume() -> None:
-    trainer, engine, verifier, _ = started()
-    for _ in range(10):
-        trainer.train()
-    assert not verifier.verify().ok  # type: ignore[union-attr]
-    resumed = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float16")
-    resumed.begin()
-    assert resumed.load_state_dict(json.loads(json.dumps(verifier.state_dict()))) is None
-    with pytest.raises(WeightSyncError, match="stale"):
-        resumed.verify()
-
-
 def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
     trainer, engine, verifier, said = started()
     answers = engine.decode
@@ -281,10 +249,8 @@ def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
 def test_a_stale_decode_is_blamed_on_the_prefix_cache_if_it_is_right_past_it(past_is_right: bool) -> None:
     trainer, engine, verifier, said = started()
     engine.captured = copy.deepcopy(engine.model)
-    asked = []
 
     def decode_afresh(tokens: Tensor, count: int) -> Decoded:
-        asked.append(count)
         cached, engine.decoder = engine.decoder, engine.model if past_is_right else engine.decoder
         try:
             return engine.decode(tokens, count)
@@ -292,41 +258,12 @@ def test_a_stale_decode_is_blamed_on_the_prefix_cache_if_it_is_right_past_it(pas
             engine.decoder = cached
 
     engine.decode_afresh = decode_afresh  # type: ignore[attr-defined]
-    assert verifier.verify(engine.sample()) is not None and not asked  # nothing is asked of a decode that is right
+    verifier.verify(engine.sample())
     trainer.train()
     with pytest.raises(WeightSyncError) as error:
         verifier.verify(engine.receive(trainer.model))
-    assert len(asked) == 1 and ("past its prefix cache" in str(error.value)) == past_is_right
-    assert ("reset it after each update" in str(error.value)) == past_is_right
+    assert ("past its prefix cache" in str(error.value)) == past_is_right
     assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
-
-
-def test_a_stale_decode_stays_one_if_the_engine_cannot_decode_past_its_cache() -> None:
-    trainer, engine, verifier, _ = started()
-    engine.captured = copy.deepcopy(engine.model)
-
-    def decode_afresh(tokens: Tensor, count: int) -> Decoded:
-        raise EngineError("busy")
-
-    engine.decode_afresh = decode_afresh  # type: ignore[attr-defined]
-    trainer.train()
-    with pytest.raises(WeightSyncError):
-        verifier.verify(engine.receive(trainer.model))
-    assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
-    assert verifier.unanswered == 0 and verifier.state.doubted[-1]
-
-
-def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
-    trainer, engine, verifier, _ = started()
-    trainer.train()
-    first = engine.receive(trainer.model)
-    assert verifier.verify(first).ok
-    with torch.no_grad():  # below the floor of movement
-        trainer.model.embed.weight[3, 3] += 0.01
-    sent = {"embed.weight": trainer.model.embed.weight.detach().half()}
-    verdict = verifier.judge(sent)
-    assert verdict.status == "stale" and "1 are the trainer's previous version" in verdict.message
-    assert verdict.gap_mean < verdict.threshold
 
 
 def test_a_trainer_that_was_asked_before_gives_the_verdict_of_one_asked_now() -> None:
@@ -347,30 +284,27 @@ def test_a_resumed_run_judges_alike() -> None:
     for _ in range(3):
         trainer.train()
         verifier.verify(engine.receive(trainer.model))
+    for _ in range(10):
+        trainer.train()  # and nothing is sent
+    assert not verifier.verify().ok  # type: ignore[union-attr]
     state = json.loads(json.dumps(verifier.state_dict()))
     resumed = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float16")
     resumed.begin()
     assert resumed.load_state_dict(state) is None
-    for _ in range(10):
-        trainer.train()  # and nothing is sent
-    found, expected = resumed.judge(), verifier.judge()
-    assert found == expected and found.status == "stale"
+    assert resumed.judge() == verifier.judge()
+    with pytest.raises(WeightSyncError, match="stale"):  # the second in a row, of which the first was before
+        resumed.verify()
 
 
-def test_the_state_of_other_settings_is_not_used() -> None:
+@pytest.mark.parametrize(("dtype", "decoded"), [("bfloat16", 8), ("float16", 4)])
+def test_the_state_of_other_settings_is_not_used(dtype: str, decoded: int) -> None:
     trainer, engine, verifier, _ = started()
-    state = verifier.state_dict()
-    for probes, dtype, decoded, change in (
-        (PROBES, "bfloat16", 8, "kept for float16 and float16, and the sides compute in bfloat16 and bfloat16"),
-        (PROBES[:3, :7], "float16", 4, "[[8, 31], [8, 7]], and there are [[3, 6], [3, 3]]"),
-        (PROBES, "float16", 4, "[[8, 31], [8, 7]], and there are [[8, 31], [8, 3]]"),
-    ):
-        other = WeightVerifier(trainer, engine, MonitorConfig(), probes, dtype=dtype, decode_tokens=decoded)
-        other.begin()
-        begun = other.state_dict()
-        message = other.load_state_dict(state)
-        assert message is not None and "begins anew" in message and change in message
-        assert other.state_dict() == begun and other.judge().status == "unchanged"
+    other = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype=dtype, decode_tokens=decoded)
+    other.begin()
+    begun = other.state_dict()
+    message = other.load_state_dict(verifier.state_dict())
+    assert message is not None and "begins anew" in message
+    assert other.state_dict() == begun and other.judge().status == "unchanged"
 
 
 def test_a_decode_with_the_weights_of_the_start_is_named_and_prefill_is_not_accused() -> None:
@@ -415,48 +349,37 @@ def test_the_state_of_a_run_that_verified_nothing_leaves_the_baseline() -> None:
     begun = verifier.state_dict()
     off = WeightVerifier(trainer, engine, MonitorConfig(weight_sync="off"), PROBES, dtype="float16").state_dict()
     assert verifier.load_state_dict(off) is None and verifier.state_dict() == begun
-    with pytest.raises(RecordError, match="weight_sync.prefill.updates: Input should be a valid integer"):
-        verifier.load_state_dict({**begun, "prefill": {"updates": "two"}})
 
 
-def test_answers_that_cannot_be_judged_are_refused() -> None:
-    trainer, engine, verifier, _ = started()
-    twin = copy.deepcopy(verifier)
-    twin.rollout.score = lambda tokens: engine.score(tokens)[:, 1:]  # type: ignore[method-assign]
-    with pytest.raises(RecordError, match=r"Engine.score returned a tensor \(16, 30\); allowed: a tensor \(16, 31\)"):
-        twin.judge()
-    twin.rollout.score = lambda tokens: None  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(RecordError, match="Engine.score returned a NoneType"):
-        twin.judge()
+@pytest.mark.parametrize("answer", ["other shape", None])
+def test_scores_that_cannot_be_judged_are_refused(answer: str | None) -> None:
+    _, engine, verifier, _ = started()
+    score = engine.score
+    engine.score = lambda tokens: None if answer is None else score(tokens)[:, 1:]  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(RecordError, match="Engine.score returned a"):
+        verifier.judge()
+
+
+def test_decoded_tokens_that_cannot_be_judged_are_refused() -> None:
+    _, engine, verifier, _ = started()
     decoded = engine.decode(verifier.prompts, 8)
-    for answer, words in (
-        (None, "Engine.decode returned a NoneType; it must return a Decoded"),
-        (replace(decoded, tokens=decoded.tokens[:, -8:]), r"tokens \(8, 8\) and .* allowed: tokens \(8, 32\), the 24"),
-        (replace(decoded, logprobs=decoded.logprobs[:, 1:]), r"logprobs \(8, 7\); allowed: .* and logprobs \(8, 8\)"),
-    ):  # fmt: skip
-        twin.rollout.decode = lambda tokens, count, answer=answer: answer  # type: ignore[method-assign]
-        with pytest.raises(RecordError, match=words):
-            twin.judge()
-    twin = copy.deepcopy(verifier)
-    twin.trainer.score = lambda tokens: trainer.score(tokens)[:, 1:]  # type: ignore[method-assign]
-    with pytest.raises(RecordError, match=r"Trainer.score returned \(8, 30\); allowed: \(8, 31\)"):
-        twin.judge()
+    wrong = (None, replace(decoded, tokens=decoded.tokens[:, -8:]), replace(decoded, logprobs=decoded.logprobs[:, 1:]))
+    for answer in wrong:
+        engine.decode = lambda tokens, count, answer=answer: answer  # type: ignore[method-assign]
+        with pytest.raises(RecordError, match="Engine.decode returned|allowed: .*tokens|allowed: .*logprobs"):
+            verifier.judge()
+
+
+def test_a_trainer_that_is_not_finite_is_named() -> None:
+    trainer, _, verifier, _ = started()
     with torch.no_grad():
         trainer.model.mix[2].bias[:] = torch.nan
     with pytest.raises(NonFiniteLogprobError, match=r"probe \(0, 0\) \(row, position\) is nan"):
         verifier.judge()
 
 
-def test_the_coarser_side_sets_the_limits() -> None:
-    trainer = Trainer()
-    engine = Engine(trainer.model)
-    verifier = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float32", trainer_dtype="bf16")
-    assert verifier.state.dtypes == ("bfloat16", "float32")
-
-
 def test_probes_are_the_same_in_every_run_and_fit_the_engine() -> None:
     vocabulary = torch.arange(10, 50)
     probes = draw_probes(vocabulary)
-    assert probes.shape == (8, 32) and torch.equal(probes, draw_probes(vocabulary))
-    assert bool(((probes >= 10) & (probes < 50)).all())
+    assert torch.equal(probes, draw_probes(vocabulary)) and set(probes.flatten().tolist()) <= set(range(10, 50))
     assert draw_probes(vocabulary, longest=9).shape == (8, 9)

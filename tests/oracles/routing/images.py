@@ -1,4 +1,4 @@
-"""A tiny random model of every family that mixes experts and sees images, with a batch that has an image in each row.
+"""A tiny random model that mixes experts and sees images, with a batch that has an image in each row.
 
 Shapes: B rows, S positions, P patches of an image.
 """
@@ -16,60 +16,32 @@ from tests.oracles.routing.tiny import VOCABULARY, families, randomise
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 TOKENS = 4
 """Tokens that an image becomes; it has four times as many patches."""
-_SIDE, _PATCH = 16, 4
-_QWEN: dict[str, Any] = {
+_PATCH = 4
+_VISION: dict[str, Any] = {
     "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": _PATCH,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
-_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
-_AROUND = {"vision_start_token_id": START, "vision_end_token_id": END}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-# Class, family of its text model, that model's settings, its vision tower's, and its own.
-WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "qwen3_vl_moe": (
-        "Qwen3VLMoe", "qwen3_vl_moe_text", {"rope_parameters": _MROPE, "mlp_only_layers": [1]},
-        {**_QWEN, "deepstack_visual_indexes": [0, 1]}, {**_IDS, **_AROUND},
-    ),
-    "qwen3_5_moe": ("Qwen3_5Moe", "qwen3_5_moe_text", {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
-                    _QWEN, {**_IDS, **_AROUND}),
-    "glm4v_moe": (
-        "Glm4vMoe", "glm4v_moe_text", {},
-        {**{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"}, "image_size": _SIDE},
-        {**_IDS, "image_start_token_id": START, "image_end_token_id": END},
-    ),
-    "llama4": (
-        "Llama4", "llama4_text", {},
-        {
-            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": _SIDE,
-            "patch_size": _PATCH, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24,
-        },
-        {"image_token_index": IMAGE},
-    ),
-    "aria": (
-        "Aria", "aria_text", {},
-        {
-            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "image_size": _SIDE,
-            "patch_size": _PATCH,
-        },
-        {"image_token_index": IMAGE, "projector_patch_to_query_dict": {16: TOKENS}},
-    ),
-}  # fmt: skip
+_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+_TEXT = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    "mlp_only_layers": [1],
+}
 
 
-# transformers 5.24 asks the output of Llama 4's text model for a field that only outputs of whole models have.
-if not hasattr(transformers.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs"):
-    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
-
-
-def whole_model(name: str) -> nn.Module:
-    """Return the whole model of a family, vision tower and text model, in evaluation mode; the same weights at every call."""
-    prefix, text, settings, vision, own = WHOLE[name]
-    family = next(family for family in families() if family.name == text)
-    told = {key: value for key, value in family.sized().to_dict().items() if value is not None} | settings
-    config = getattr(transformers, f"{prefix}Config")(text_config=told, vision_config=vision, **own)
+def whole_model() -> nn.Module:
+    """Return Qwen3-VL-MoE, vision tower and text model, in evaluation mode; the same weights at every call."""
+    family = next(family for family in families() if family.name == "qwen3_vl_moe_text")
+    told = {key: value for key, value in family.sized().to_dict().items() if value is not None} | _TEXT
+    config = transformers.Qwen3VLMoeConfig(text_config=told, vision_config=_VISION, **_IDS)
     config._experts_implementation = "eager"
     torch.manual_seed(1)
-    model: Any = getattr(transformers, f"{prefix}ForConditionalGeneration")._from_config(
+    model: Any = transformers.Qwen3VLMoeForConditionalGeneration._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
     randomise(model)
@@ -77,7 +49,7 @@ def whole_model(name: str) -> nn.Module:
     return whole
 
 
-def batch(name: str) -> dict[str, Tensor]:
+def batch() -> dict[str, Tensor]:
     """Return two rows of text around an image each, of 14 and 12 tokens, the second padded on the right."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(3, IMAGE, (2, 14), generator=generator)
@@ -86,8 +58,6 @@ def batch(name: str) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     ids[1, 12:], mask[1, 12:] = 0, 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if name in ("llama4", "aria"):
-        return inputs | {"pixel_values": torch.randn(2, 3, _SIDE, _SIDE, generator=generator)}
     patches = 4 * TOKENS
     return inputs | {
         "pixel_values": torch.randn(2 * patches, 3 * 2 * _PATCH * _PATCH, generator=generator),

@@ -7,9 +7,6 @@ backward pass after the other and interleaved. And the routers' gradients under 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from mismatch_ext.adapters.transformers.routing.record import record_routing
 from mismatch_ext.adapters.transformers.routing.replay import replay_routing
 from torch import Tensor, nn
 
-from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingTrace
 from tests.oracles.routing.passes import (
     Pass,
@@ -42,131 +38,56 @@ STEPS_IN_FLOAT32 = (1e-2, 6e-2)
 TOLERANCE = 1e-3
 
 
-@dataclass(kw_only=True)
-class Result:
-    """What was found about a family.
-
-    Args:
-        name: Family, and variant.
-        model: Class that was built.
-        router: Class and method that choose experts; empty when unknown.
-        verdict: "replayable", "refused", "wrong", "unproven" or "not buildable".
-        note: The reason of the last four.
-        held: Checks that held.
-        failed: Checks that did not.
-        without: Modes of gradient checkpointing in which the plain model fails, so that nothing can be checked there.
-        gradient_error: Relative error of the routers' gradients against finite differences.
-    """
-
-    name: str
-    model: str
-    router: str = ""
-    verdict: str = "replayable"
-    note: str = ""
-    held: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    gradient_error: float | None = None
-
-
-def prove(family: Family, without: frozenset[str] = frozenset()) -> Result:
-    """Build a tiny model of a family and check that replay does there what it says, or that it is refused.
+def prove(family: Family, without: frozenset[str] = frozenset()) -> None:
+    """Build a tiny model of a family, and assert that replay does there what it says.
 
     Args:
         family: The family.
         without: Modes of gradient checkpointing to leave out, because the plain model computes other bits in them on some CPUs.
     """
-    result = Result(name=family.name, model=family.model.__name__)
-    try:
-        model = family.build()
-    except Exception as error:  # noqa: BLE001 - whatever keeps a family from being built is the finding
-        result.verdict, result.note = "not buildable", f"{type(error).__name__}: {error}"
-        return result
-    try:
-        layout = moe_layout(model)
-    except ReplayError as error:
-        result.verdict, result.note = "refused", str(error)
-        return result
-    result.router = " or ".join(sorted({f"{type(r.module).__name__}.{r.method}" for r in layout.routers}))
-    try:
-        plain = run(model)
-    except Exception as error:  # noqa: BLE001 - transformers' own failure, before anything of ours is in place
-        result.verdict, result.note = "not buildable", f"its own forward fails: {type(error).__name__}: {error}"
-        return result
-    if not plain.same(run(model)):
-        result.verdict, result.note = "not buildable", "two passes of the plain model differ; nothing can be compared"
-        return result
-    modes = _modes(family, plain, without)
-    result.without = [mode for mode in CHECKPOINTING.values() if mode not in modes.values()]
-    try:
-        with record_routing(model):
-            run(model)
-    except ReplayError as error:
-        result.verdict, result.note = "refused", str(error)
-        return result
-    try:
-        for name, holds in itertools.chain(_exactness(model, layout, plain, modes), _slope(family, result, modes)):
-            (result.held if holds else result.failed).append(name)
-    except Exception as error:  # noqa: BLE001 - one new family must not take the page of all others with it
-        result.verdict, result.note = "unproven", f"{type(error).__name__}: {error}"
-        return result
-    if result.failed:
-        result.verdict, result.note = "wrong", "; ".join(result.failed)
-    return result
-
-
-def _modes(family: Family, plain: Pass, without: frozenset[str]) -> dict[bool | None, str]:
-    """Return the modes of gradient checkpointing in which the plain model computes what it computes without."""
-    modes: dict[bool | None, str] = {}
-    for reentrant, mode in CHECKPOINTING.items():
-        if mode in without:
-            continue
-        model: Any = family.build()
-        try:
-            if reentrant is not None:
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            works = run(model).same(plain)
-        except Exception:  # noqa: BLE001 - whatever transformers raises, nothing of ours is in place
-            works = False
-        if works:
-            modes[reentrant] = mode
-    return modes
-
-
-def _exactness(model: Any, layout: MoeLayout, plain: Pass, modes: dict[bool | None, str]) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each check that is bit for bit, and whether it held."""
+    modes = {reentrant: mode for reentrant, mode in CHECKPOINTING.items() if mode not in without}
+    model: Any = family.build()
+    layout, plain = moe_layout(model), run(model)
+    assert plain.same(run(model)), "two passes of the plain model differ, so that nothing can be compared"
     with watched(layout) as seen, record_routing(model) as recording:
         recorded = run(model)
+    assert recorded.same(plain), "recording changes something"
     own = recording.trace
+    assert seen.ran(own, recorded.gradients), "other experts ran than were recorded"
     other = another(own)
-    yield "recording changes nothing", recorded.same(plain)
-    yield "recorded experts ran", seen.ran(own, recorded.gradients)
     with replay_routing(model, other, others=vouched(model)):
         replayed = run(model)
-    yield "another routing changes logits", not torch.equal(replayed.logits, plain.logits)
-    yield "nothing stays behind", run(model).same(plain)
+    assert not torch.equal(replayed.logits, plain.logits), "another routing changes nothing"
+    assert run(model).same(plain), "something stays behind"
     for reentrant, mode in modes.items():
-        if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        for routing, trace, expected in (("own", own, plain), ("another", other, replayed)):
-            with watched(layout) as seen, replay_routing(model, trace, others=vouched(model)):
-                got = run(model)
-            yield f"{routing} routing bit-identical, {mode}", got.same(expected)
-            yield f"{routing} routing ran exactly, {mode}", seen.ran(trace, got.gradients)
-            yield f"{routing} routing recomputed, {mode}", seen.times() == {1 if reentrant is None else 2}
-        with replay_routing(model, other, others=vouched(model)):
-            first = forward(model)
-        with replay_routing(model, own, others=vouched(model)):
-            second = forward(model)
-        grown = [backward(model, loss) for loss in (second[1], first[1])]
-        yield (
-            f"interleaved micro-batches, {mode}",
-            equal(grown[0], plain.gradients) and equal(grown[1], replayed.gradients),
-        )
+        _prove_exactness(family, reentrant, mode, (own, plain), (other, replayed))
+    _prove_slope(family, modes)
 
 
-def _slope(family: Family, result: Result, modes: dict[bool | None, str]) -> Iterator[tuple[str, bool]]:
-    """Yield the checks of the routers' gradients against finite differences, in float64 if the family computes in it."""
+def _prove_exactness(
+    family: Family, reentrant: bool | None, mode: str, own: tuple[RoutingTrace, Pass], other: tuple[RoutingTrace, Pass]
+) -> None:
+    """Assert that routes give their pass bit for bit, one after the other and interleaved."""
+    model: Any = family.build()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert run(model).same(own[1]), f"{mode}: the plain model computes something else"
+    layout, losses = moe_layout(model), []
+    for trace, expected in (own, other):
+        with watched(layout) as seen, replay_routing(model, trace, others=vouched(model)):
+            got = run(model)
+        assert got.same(expected), f"{mode}: replay is not bit-identical"
+        assert seen.ran(trace, got.gradients), f"{mode}: other experts ran than are replayed"
+        assert seen.times() == {1 if reentrant is None else 2}, f"{mode}: the experts were not recomputed"
+    for trace, _ in (other, own):
+        with replay_routing(model, trace, others=vouched(model)):
+            losses.append(forward(model)[1])
+    for loss, (_, expected) in zip(reversed(losses), (own, other), strict=True):
+        assert equal(backward(model, loss), expected.gradients), f"{mode}: interleaved micro-batches mix their routes"
+
+
+def _prove_slope(family: Family, modes: dict[bool | None, str]) -> None:
+    """Hold the routers' gradients against finite differences, in float64 if the family computes in it."""
     model: Any = family.build(torch.float64)
     steps = STEPS
     try:
@@ -185,12 +106,9 @@ def _slope(family: Family, result: Result, modes: dict[bool | None, str]) -> Ite
             loss = forward(model)[1]
         grown = backward(model, loss)
         gradients = gradients or grown
-        yield f"gradients that finite differences are compared with, {mode}", equal(grown, gradients)
-    result.gradient_error = gradient_error(model, trace, gradients, steps)
-    yield (
-        f"router gradients against finite differences: {result.gradient_error:.1e}",
-        result.gradient_error <= TOLERANCE,
-    )
+        assert equal(grown, gradients), f"{mode}: gradients differ"
+    error = gradient_error(model, trace, gradients, steps)
+    assert error <= TOLERANCE, f"the routers' gradients are {error:.1e} from finite differences"
 
 
 def gradient_error(

@@ -25,11 +25,8 @@ def _last(ids: Tensor, other: Tensor) -> Tensor:
 
 FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "layers reversed": (lambda ids: ids.flip(1), SWAPPED),
-    "first and last layer swapped": (lambda ids: torch.cat([ids[:, -1:], ids[:, 1:-1], ids[:, :1]], 1), SWAPPED),
     "rows late": (lambda ids: ids.roll(1, 0), SHIFTED),
-    "rows early": (lambda ids: ids.roll(-1, 0), SHIFTED),
     "drawn": (_drawn, OTHERS),
     "last layer drawn": (lambda ids: _last(ids, _drawn(ids[:, -1])), OTHERS),
-    "last layer is the first": (lambda ids: _last(ids, ids[:, 0]), OTHERS),
 }
 """What is done to the routes of a sample `[R, L, K]`, and what the error says."""

@@ -1,4 +1,4 @@
-"""Replay in TRL's trainer: planted routes, which passes are measured, and what is left of a batch."""
+"""Replay in TRL's trainer: planted routes, and what is left of a batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from tests.peers.conformance.routes import FAULTS
 from tests.peers.trl.scenarios_routing import R2, build, routes_of
 
 
-def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
-    """Train a step, then compute losses of its micro-batch under planted routes, and under its own until passes are measured.
+def replay(model: str, out: str) -> dict[str, Any]:
+    """Train a step, then compute losses of its micro-batch under planted routes and under its own.
 
     Args:
         model: Path of the model.
         out: Output directory.
-        seed: TRL's own.
-        passes: Measured or not, of which the second half is repeated from a saved state.
     """
     half = {**R2, "measured": 0.5}
-    trainer = build(model, out, half, max_steps=1, seed=seed, learning_rate=0.0, per_device_train_batch_size=8)
+    trainer = build(model, out, half, max_steps=1, learning_rate=0.0, per_device_train_batch_size=8)
     trainer.train()
     kept = held(RolloutPass)
     trainer.model.train()
@@ -52,20 +50,4 @@ def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
         with overridden(routing, _checked=False):
             found["refused"][name] = computed(plant)
         found["after a loss"].append(alive(8) - before)
-
-    def measured(count: int) -> list[bool]:
-        routing.take_agreement("train")
-        results = []
-        for _ in range(count):
-            trainer.compute_loss(trainer.model, inputs)
-            results.append(routing.take_agreement("train") != {})
-        return results
-
-    known |= own
-    routing.draws.begin_anew()
-    found["measured"] = measured(passes // 2)
-    state = routing.state_dict()
-    found["measured"] += measured(passes - passes // 2)
-    routing.load_state_dict(state)
-    found["resumed"] = measured(passes - passes // 2)
     return found

@@ -1,4 +1,4 @@
-"""Replay in verl's engine: planted routes, which passes are measured, and what is left of a batch."""
+"""Replay in verl's engine: planted routes, and what is left of a batch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,22 @@ import tests.peers.verl.in_process  # noqa: F401
 
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.verl.driver.trainer import actor_seed
 
-from mismatch_ext.config import RoutingConfig
-from mismatch_ext.routing.replay import MeasuredPasses
 from tests.peers.conformance.leftovers import alive
 from tests.peers.conformance.routes import FAULTS
-from tests.peers.verl.in_process.losses import host_config
 from tests.peers.verl.in_process.routes import nested, refused
 from tests.peers.verl.in_process.scenarios_replay import own_routes
 from tests.peers.verl.in_process.workers import batch, scored, update, worker
 
 
-def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
-    """Update an engine under planted routes, and score under the model's own until passes are measured.
+def replay(model: str) -> dict[str, Any]:
+    """Update an engine under planted routes, and under the model's own.
 
     Args:
         model: Path of the model.
-        seed: The engine's own.
-        passes: Measured or not, of which the second half is repeated from a saved state.
     """
     routes = own_routes(model)
-    built = worker(model, {"routing": {"mode": "R3", "measured": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0})
+    built = worker(model, {"routing": {"mode": "R3", "measured": 0.5}}, optimizer={"lr": 0.0})
     engine, during = built.engine, []
     data = scored(built, batch(rollout=routes))
     update(built, data)  # makes the optimizer's state
@@ -55,26 +49,4 @@ def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
         message = updated(plant)
         found["refused"][name] = "" if message == "nothing was refused" else message
         found["after a loss"].append(alive(4) - before)
-
-    def measured(count: int) -> list[bool]:
-        engine.mismatch_metrics()
-        results = []
-        for _ in range(count):
-            built.infer_batch(batch(rollout=routes))
-            results.append("routing/compared_tokens" in engine.mismatch_metrics())
-        return results
-
-    replay.draws.begin_anew()
-    found["measured"] = measured(passes // 2)
-    state = replay.state_dict()
-    found["measured"] += measured(passes - passes // 2)
-    replay.load_state_dict(state)
-    found["resumed"] = measured(passes - passes // 2)
     return found
-
-
-def driver(seed: int, passes: int) -> list[bool]:
-    """Return which batches verl's driver scores without replay, of an actor with a seed of its own."""
-    config = host_config(f"actor_rollout_ref.actor.fsdp_config.seed={seed}")
-    draws = MeasuredPasses(RoutingConfig(mode="R3", measured=0.5), actor_seed(config))
-    return [draws.native_gap() for _ in range(passes)]

@@ -1,8 +1,7 @@
-"""Replay is one in TRL and in verl: which routes are refused and how, which passes are measured, and what outlives its batch."""
+"""Replay is one in TRL and in verl: which routes are refused and how, and what outlives its batch."""
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,21 +18,13 @@ else:
     trl = named("tests.peers.conformance.scenarios_replay_trl")
     verl = named("tests.peers.conformance.scenarios_replay_verl")
 
-SEED, PASSES = 7, 12
-
 
 @pytest.fixture(scope="module")
 def hosts(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    given = {"model": moe, "seed": SEED, "passes": PASSES}
     return {
-        "trl": run(trl.replay, out=tmp_path_factory.mktemp("trl"), **given).expect(),
-        "verl": run(verl.replay, **given).expect(),
+        "trl": run(trl.replay, model=moe, out=tmp_path_factory.mktemp("trl")).expect(),
+        "verl": run(verl.replay, model=moe).expect(),
     }
-
-
-def draws(seed: int) -> list[bool]:
-    """Return which passes are measured at a rate of a half."""
-    return [random.Random(f"{seed}/{number}").random() < 0.5 for number in range(1, PASSES + 1)]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -46,13 +37,6 @@ def test_implausible_routes_are_refused_alike(hosts: dict[str, dict[str, Any]], 
 
 def test_the_models_own_routes_are_plausible(hosts: dict[str, dict[str, Any]]) -> None:
     assert [hosts[host]["refused"]["none"] for host in ("trl", "verl")] == ["", ""]
-
-
-def test_the_hosts_seed_chooses_the_measured_passes(run: Run, hosts: dict[str, dict[str, Any]]) -> None:
-    assert run(verl.driver, seed=SEED, passes=PASSES).expect() == draws(SEED)
-    for host, found in hosts.items():
-        assert found["measured"] == draws(SEED), host
-        assert found["resumed"] == draws(SEED)[PASSES // 2 :], host
 
 
 def test_nothing_of_a_batch_outlives_it(hosts: dict[str, dict[str, Any]]) -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
-from examples.arithmetic.tokenizer import EOS_ID, encode
+from examples.arithmetic.tokenizer import encode
 from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.routing import RoutingShape
 from tests.cpu import has_fp8_cache
@@ -49,8 +50,8 @@ class Planted:
         tokens: Most tokens of a response.
     """
 
-    expected: tuple[str, ...] = ()
-    near: tuple[float, float] | None = None
+    expected: Sequence[str] = ()
+    near: Sequence[float] | None = None
     kind: str = "dense"
     run: Mapping[str, Any] = field(default_factory=dict)
     config: Edit | None = None
@@ -63,30 +64,17 @@ class Planted:
     tokens: int = MAX_TOKENS
 
 
-def _sampled(**sampling: Any) -> dict[str, Any]:
-    return {"sampling": {"seed": 0} | sampling}
+def merged(changes: dict[str, Any]) -> Edit:
+    """Merge changes into a configuration, and into the tables that it has."""
 
-
-def _started(**arguments: Any) -> dict[str, Any]:
-    return {"arguments": arguments}
-
-
-def _rope(**changes: Any) -> Edit:
     def edit(config: dict[str, Any]) -> None:
-        config["rope_parameters"] |= changes
+        for name, value in changes.items():
+            if isinstance(value, dict):
+                config[name] |= value
+            else:
+                config[name] = value
 
     return edit
-
-
-def _epsilon(factor: float) -> Edit:
-    def edit(config: dict[str, Any]) -> None:
-        config["rms_norm_eps"] *= factor
-
-    return edit
-
-
-def _set(**changes: Any) -> Edit:
-    return lambda config: config.update(changes)
 
 
 def moved(only: str = "", by: float = 1e-3, seed: int = 0) -> Callable[[Tensors], None]:
@@ -132,28 +120,6 @@ def _lacking(name: str) -> Callable[[Tensors], None]:
     return edit
 
 
-def exchanged(first: str, second: str) -> Callable[[Tensors], None]:
-    """Exchange tensors that differ in a part of their names."""
-
-    def edit(weights: Tensors) -> None:
-        for name in [name for name in weights if first in name]:
-            other = name.replace(first, second)
-            weights[name], weights[other] = weights[other], weights[name]
-
-    return edit
-
-
-def _rounded(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Leave what quantization leaves of linear layers and experts."""
-
-    def edit(weights: Tensors) -> None:
-        for name, weight in weights.items():
-            if name.endswith("_proj.weight"):
-                weights[name] = rounded(weight)
-
-    return edit
-
-
 def _fp8(weight: torch.Tensor) -> torch.Tensor:
     scale = weight.abs().max() / 448
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
@@ -170,169 +136,57 @@ def _int8(weight: torch.Tensor) -> torch.Tensor:
     return (weight / scale).round() * scale
 
 
-BOTH16 = {"dtype": "float16", "trainer_dtype": "float16"}
-BOTH32 = {"dtype": "float32", "trainer_dtype": "float32"}
-EXACT_HEAD = {"head_dtype": "float32"}
-COOLED = {"temperature": 0.7} | _sampled(temperature=0.7)
-THETA = 10_000.0
-CLEAN = {
-    "clean": Planted(),
-    "clean, another seed": Planted(run=_sampled(seed=7)),
-    "clean, a third seed": Planted(run=_sampled(seed=11)),
-    "clean, short": Planted(run=_sampled(seed=3), tokens=24),
-    "clean, temperature 0.7": Planted(run=COOLED),
-    "clean, float16": Planted(run=BOTH16),
-    "clean, float16, another seed": Planted(run=BOTH16 | _sampled(seed=5)),
-    "clean, float32": Planted(run=BOTH32),
-    "clean, heads in float32": Planted(run={"head": "float32"} | _started(hf_overrides=EXACT_HEAD)),
-}
-CLEAN_EXPERTS = {f"{name}, experts": replace(CLEAN[name], kind="moe") for name in
-             ("clean", "clean, another seed", "clean, temperature 0.7", "clean, float16", "clean, float32")}  # fmt: skip
-REQUESTS = {
-    "temperature 0.94, trainer 1": Planted(
-        expected=("temperature",), near=(0.93, 0.95), run=_sampled(temperature=0.94)
-    ),
-    "top_p 0.88": Planted(expected=("top_p",), near=(0.86, 0.9), run=_sampled(top_p=0.88)),
-    "top_k 4": Planted(expected=("top_k",), near=(4, 4), run=_sampled(top_k=4)),
-    "min_p 0.07": Planted(expected=("min_p",), near=(0.05, 0.09), run=_sampled(min_p=0.07)),
-    "repetition_penalty 1.07": Planted(
-        expected=("repetition_penalty",), near=(1.06, 1.08), run=_sampled(repetition_penalty=1.07)
-    ),
-    "frequency_penalty 0.27": Planted(
-        expected=("frequency_penalty",), near=(0.25, 0.29), run=_sampled(frequency_penalty=0.27)
-    ),
-    "logit_bias of 0.6": Planted(
-        expected=("logit_bias",), near=(1.7, 1.95), run=_sampled(logit_bias={7: 0.6}), said="token 7"
-    ),
-}
-PROMPT = {
-    "an extra token first": Planted(expected=("extra_token",), seen=lambda ids: [EOS_ID, *ids]),
-    "a prompt's first token twice": Planted(expected=("extra_token",), seen=lambda ids: [ids[0], *ids], said="twice"),
-    "a prompt without its first 2 tokens": Planted(expected=("missing_first",), near=(2, 2), seen=lambda ids: ids[2:]),
-    "a prompt without its last token": Planted(expected=("missing_last",), near=(1, 1), seen=lambda ids: ids[:-1]),
-}
-HIDDEN = {
-    "top_p 0.9, raw log-probabilities": Planted(
-        expected=("top_p",), run=_sampled(top_p=0.9) | _started(logprobs_mode="raw_logprobs")
-    ),
-    "temperature 0.8 both, raw log-probabilities": Planted(
-        expected=("raw_logprobs",),
-        run={"temperature": 0.8} | _sampled(temperature=0.8) | _started(logprobs_mode="raw_logprobs"),
-    ),
-}
-CONFIG = {
-    "rope_theta x 1.13": Planted(expected=("rope_theta",), near=(1.1, 1.16), config=_rope(rope_theta=1.13 * THETA)),
-    "rope_theta x 0.87, float16": Planted(
-        expected=("rope_theta",), near=(0.86, 0.88), config=_rope(rope_theta=0.87 * THETA), run=BOTH16
-    ),
-    "positions at four fifths": Planted(
-        expected=("rope_scale",), near=(0.79, 0.81), config=_rope(rope_type="linear", factor=1.25)
-    ),
-    "YaRN x 3": Planted(
-        expected=("rope_yarn",),
-        near=(2.8, 3.2),
-        config=_rope(rope_type="yarn", factor=3.0, original_max_position_embeddings=512),
-        run=BOTH16,
-    ),
-    "half of each head rotated": Planted(
-        expected=("partial_rotary",), near=(0.5, 0.5), config=_rope(partial_rotary_factor=0.5)
-    ),
-    "norm epsilon x 270": Planted(expected=("norm_eps",), near=(200, 370), config=_epsilon(270)),
-    "norm epsilon x 43, float16": Planted(expected=("norm_eps",), near=(36, 52), config=_epsilon(43), run=BOTH16),
-    "attention's scale x 1.06, float32": Planted(
-        expected=("attention_scale",), near=(1.055, 1.065), weights=_scaled("q_norm.weight", 1.06), run=BOTH32
-    ),
-    "the trainer's rope_theta x 1.09": Planted(
-        expected=("rope_theta",),
-        near=(1 / 1.12, 1 / 1.06),
-        config=_rope(rope_theta=1.09 * THETA),
-        trainers=True,
-        said="10900",
-    ),
-}
-WEIGHTS = {
-    "fp8 KV cache": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e4m3"), said="e4m3"),
-    "fp8 KV cache, e5m2": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e5m2"), said="e5m2"),
-    "fp8 weights": Planted(expected=("weights_fp8",), weights=_rounded(_fp8)),
-    "int8 weights, float16": Planted(expected=("weights_int8",), weights=_rounded(_int8), run=BOTH16),
-    "4-bit weights, groups of 32": Planted(expected=("weights_int4",), near=(32, 32), weights=_rounded(_int4)),
-    # With both tensors in the checkpoint vLLM does not believe its configuration.
-    "a head that is the embedding": Planted(
-        expected=("head_tied",), config=_set(tie_word_embeddings=True), weights=_lacking("lm_head.weight")
-    ),
-    "the last of three older checkpoints": Planted(
-        expected=("stale_weights",), older=(moved(seed=1), moved(seed=2), moved()), said="older2"
-    ),
-    "older weights in layer 2": Planted(
-        expected=("stale_layer",),
-        near=(2, 2),
-        older=(moved(seed=1), moved(by=4e-3)),
-        kept=".layers.2.",
-        said="older1",
-    ),
-    "the engine's head in float32": Planted(
-        expected=("head_dtype",), run=_started(hf_overrides=EXACT_HEAD), said="the engine's head"
-    ),
-    "the trainer's head in float32": Planted(
-        expected=("head_dtype",), run={"head": "float32"}, said="the trainer's head"
-    ),
-    "engine float16, trainer bfloat16": Planted(expected=("trainer_dtype",), run={"dtype": "float16"}),
-}
-TWO = {
-    "temperature 0.96 and fp8 weights": Planted(
-        expected=("temperature", "weights_fp8"),
-        near=(0.95, 0.97),
-        run=_sampled(temperature=0.96),
-        weights=_rounded(_fp8),
-    ),
-    "top_p 0.92 and rope_theta x 1.12": Planted(
-        expected=("top_p", "rope_theta"),
-        near=(0.9, 0.94),
-        run=_sampled(top_p=0.92),
-        config=_rope(rope_theta=1.12 * THETA),
-    ),
-}
-EXPERTS = {
-    "chosen experts not normalized": Planted(expected=("expert_norm",), config=_set(norm_topk_prob=False)),
-    "experts x 1.08": Planted(expected=("expert_scale",), near=(1.05, 1.11), weights=_scaled("down_proj.weight", 1.08)),
-    "rope_theta x 1.13, experts": Planted(
-        expected=("rope_theta",), near=(1.1, 1.16), config=_rope(rope_theta=1.13 * THETA)
-    ),
-    "older weights, float16, experts": Planted(expected=("stale_weights",), older=(moved(),), run=BOTH16),
-    "top_p 0.91, experts": Planted(expected=("top_p",), near=(0.89, 0.93), run=_sampled(top_p=0.91)),
-    "fp8 KV cache, experts": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e4m3")),
-    "norm epsilon x 38, float32, experts": Planted(
-        expected=("norm_eps",), near=(37, 39), config=_epsilon(38), run=BOTH32
-    ),
-}
-EXPERTS = {name: replace(planted, kind="moe") for name, planted in EXPERTS.items()}
+ROUNDED = {"fp8": _fp8, "int4": _int4, "int8": _int8}
 
-# Tried when the doctor was done, to see what it says of faults that nobody had in mind.
-LATER = {
-    "presence_penalty 0.4": Planted(
-        expected=("presence_penalty",), near=(0.38, 0.42), run=_sampled(presence_penalty=0.4)
-    ),
-    "min_tokens 20": Planted(expected=("min_tokens",), near=(20, 20), run=_sampled(min_tokens=20)),
-    "top_k 6 and top_p 0.85": Planted(expected=("top_p", "top_k"), run=_sampled(top_p=0.85, top_k=6)),
-    "two biases": Planted(expected=("logit_bias", "logit_bias"), run=_sampled(logit_bias={7: 0.8, 9: -0.8})),
-    "the trainer's temperature 0.9": Planted(
-        expected=("temperature",), near=(0.99, 1.01), run={"temperature": 0.9} | _sampled(temperature=1.0)
-    ),
-    "a sliding window of 24": Planted(
-        expected=("sliding_window",),
-        near=(24, 24),
-        config=_set(
-            use_sliding_window=True, sliding_window=24, max_window_layers=0, layer_types=["sliding_attention"] * 4
-        ),
-    ),
-    "older weights and temperature 0.95": Planted(
-        expected=("temperature", "stale_weights"), near=(0.94, 0.96), older=(moved(),), run=_sampled(temperature=0.95)
-    ),
-    "one expert for each token": Planted(
-        kind="moe", expected=("experts_per_token",), near=(1, 1), config=_set(num_experts_per_tok=1)
-    ),
-}
-UNKNOWN = Planted(weights=moved("layers.1.mlp.down_proj", by=0.02, seed=3))
+
+def _rounded(to: str) -> Callable[[Tensors], None]:
+    """Leave what quantization leaves of linear layers and experts."""
+
+    def edit(weights: Tensors) -> None:
+        for name, weight in weights.items():
+            if name.endswith("_proj.weight"):
+                weights[name] = ROUNDED[to](weight)
+
+    return edit
+
+
+EDITS = {"moved": moved, "scaled": _scaled, "lacking": _lacking, "rounded": _rounded}
+
+
+def _edit(row: dict[str, Any]) -> Callable[[Tensors], None]:
+    """Return the edit of weights that a row names."""
+    arguments = dict(row)
+    edit = EDITS[arguments.pop("edit")]
+    return edit(**arguments)
+
+
+def prompts_changed(row: dict[str, Any]) -> Callable[[list[int]], list[int]]:
+    """Return what the engine is asked in the place of a prompt."""
+
+    def change(ids: list[int]) -> list[int]:
+        front = [*row.get("front", ()), *ids[: row.get("twice", 0)]]
+        return [*front, *ids[row.get("skip", 0) : len(ids) - row.get("cut", 0)]]
+
+    return change
+
+
+def _read(row: dict[str, Any]) -> Planted:
+    """Return a fault from its row in faults.toml."""
+    fields = dict(row)
+    for name, read in (("config", merged), ("weights", _edit), ("seen", prompts_changed)):
+        if name in fields:
+            fields[name] = read(fields[name])
+    fields["older"] = tuple(map(_edit, row.get("older", ())))
+    sampling = row.get("run", {}).get("sampling", {})
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+    return Planted(**fields)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+GROUPS = {group: {name: _read(row) for name, row in rows.items()} for group, rows in _ROWS.items()}
+CLEAN, REQUESTS, PROMPT, HIDDEN = (GROUPS[name] for name in ("CLEAN", "REQUESTS", "PROMPT", "HIDDEN"))
+CONFIG, WEIGHTS, EXPERTS = (GROUPS[name] for name in ("CONFIG", "WEIGHTS", "EXPERTS"))
 
 
 class Engines:
@@ -473,11 +327,6 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
         engines.end()
     assert not mistakes, "\n".join(mistakes)
     return found
-
-
-def some(runs: Mapping[str, Planted], *names: str) -> dict[str, Planted]:
-    """Return runs by their names."""
-    return {name: runs[name] for name in names}
 
 
 def said(found: Diagnosis) -> Iterator[str]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.engines.requests import requests
 from tests.peers.engines.sglang_environment import run_sglang
 from tests.peers.scenarios import named
 
@@ -26,6 +25,6 @@ def sglang_in_float32(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     @cache
     def found(version: str, way: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("exact")
-        return dict(run_sglang(scenarios.exact, version, folder, model=moe, way=way, requests=requests()))
+        return dict(run_sglang(scenarios.exact, version, folder, model=moe, way=way))
 
     return found

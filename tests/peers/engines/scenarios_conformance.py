@@ -1,11 +1,10 @@
-"""What both engines' adapters are held to: one description of a record, and vLLM's side of it.
+"""What both engines are held to: how right and wrong updates of their weights are told apart, and vLLM's side of it.
 
 SGLang's side is in `scenarios_sglang`, in an environment of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,77 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.rollout import RolloutRecord, SamplingSettings, collate
-from mismatch_ext.routing import RoutingShape
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.weights import NamedTensors, SyncVerdict, WeightVerifier, fingerprint
 
 
-def described(record: RolloutRecord) -> dict[str, Any]:
-    """Return every field of a record as JSON-able data, routes as nested lists."""
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    trace = record.routing
-    fields["provenance"] = dataclasses.asdict(record.provenance)
-    fields["types"] = {name: type(value).__name__ for name, value in fields.items()}
-    fields["routing"] = trace and {
-        "experts": trace.experts.tolist(),
-        "dtype": str(trace.experts.dtype),
-        "layers": trace.layers,
-        "num_experts": trace.num_experts,
-        "start": trace.start,
-        "versions": trace.versions,
-    }
-    return fields
-
-
-def turned(
-    engine: Any,
-    outputs: Any,
-    rows: list[list[int]],
-    reading: EngineReading,
-    sampling: SamplingSettings,
-    shape: RoutingShape,
-) -> list[dict[str, Any]]:
-    """Turn what an engine returned into records, by the functions that every engine's adapter has under the same names."""
-    provenance = engine.to_provenance(reading, sampling=sampling, weight_version=0)
-    records = engine.to_records(outputs, prompt_ids=rows, provenance=provenance, shape=shape)
-    traces = engine.to_traces(outputs, prompt_ids=rows, shape=shape, version=0)
-    batch = collate(records)
-    assert batch.provenance == provenance
-    return [
-        described(record) | {"same_traces": routes is record.routing and bool(routes and routes.same_as(trace))}
-        for record, trace, routes in zip(records, traces, batch.routing or [None] * len(records), strict=True)
-    ]
-
-
-def vllm(model: str, sampling: dict[str, Any], rows: list[list[int]], count: int, **options: Any) -> dict[str, Any]:
-    """Return the records of greedy rollouts of vLLM, field by field, and the verdicts on updates of its weights after them."""
+def vllm(model: str) -> dict[str, Any]:
+    """Return the verdicts on updates of vLLM's weights."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
     from mismatch_ext.adapters import vllm as engine
     from mismatch_ext.adapters.transformers import score_tokens
-    from mismatch_ext.adapters.transformers.routing import moe_layout
     from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
     from transformers import AutoModelForCausalLM
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from mismatch_ext.patching import applied
 
-    settings = SamplingSettings(**sampling)
     trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    layout = moe_layout(trained)
     with applied(*cpu_routes_patches()):
-        llm = LLM(
-            model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0, enable_return_routed_experts=True
-        )
-    engine.attach_cpu_routes(llm)
-    parameters = SamplingParams(max_tokens=count, logprobs=0, **sampling, **options)
-    outputs = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
-    records = turned(engine, outputs, rows, engine.read_engine(llm), settings, layout.shape)
-    rollout = engine.Rollout(llm, settings, max_new_tokens=count)
+        llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0)
+    rollout = engine.Rollout(llm, SamplingSettings(), max_new_tokens=1)
     verified = Verified(rollout, trained.named_parameters, lambda ids: score_tokens(trained, ids), PROBES, "float32")
     updates = updated(verified, trained)
     engine.shutdown(llm)
-    return {"records": records, "updates": updates}
+    return {"updates": updates}
 
 
 PROBES = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
@@ -146,5 +97,4 @@ def updated(verified: Verified, model: nn.Module) -> dict[str, Any]:
         "messages": {name: verdict.message for name, verdict in verdicts.items()},
         "a part sent": part.message,
         "version": verified.rollout.weight_version,
-        "saved": sorted(verified.verifier.state_dict()),
     }

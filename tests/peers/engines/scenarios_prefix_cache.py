@@ -19,13 +19,11 @@ import torch
 from mismatch_ext.adapters.doctor import sides
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.examining import examine
-from mismatch_ext.adapters.transformers import TrainedModel
-from mismatch_ext.adapters.vllm import Rollout, weights
+from mismatch_ext.adapters.vllm import weights
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from mismatch_ext import MismatchConfig, Run, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 
 VOCABULARY, STEP = 320, 0.05
@@ -120,45 +118,3 @@ def diagnosed(out: str, block_size: int, dtype: str = "float32") -> dict[str, An
     results["reset"] = found(after)
     engine.shutdown()
     return results
-
-
-def trained(out: str, block_size: int, planted: bool) -> dict[str, Any]:
-    """Take two steps with `Run` on the same prompts and one new one, and return its metrics.
-
-    Args:
-        out: Folder of the run.
-        block_size: Tokens of a block of the cache.
-        planted: Whether updates leave the cache as it is.
-    """
-    positions = 4 * block_size + 64
-    build(Path(out) / "model", positions)
-    parsed = MismatchConfig.parse(
-        {
-            "precision": {"dtype": "float32"},
-            "monitor": {"weight_sync": "off", "metrics": "all", "default_alarms": False},
-        }
-    )
-    assert parsed is not None
-    rollout = Rollout.launch(
-        str(Path(out) / "model"), parsed, SamplingSettings(), max_new_tokens=16, block_size=block_size,
-        max_model_len=positions, seed=0, **UNTOKENIZED,
-    )  # fmt: skip
-    policy = AutoModelForCausalLM.from_pretrained(Path(out) / "model", dtype=torch.float32)
-    trainer = TrainedModel(policy, torch.optim.AdamW(policy.parameters(), lr=1e-9))
-    prompts, logs = prompts_of(6, 2 * block_size + 5), list[dict[str, float]]()
-    with Run(parsed, trainer, rollout, Path(out) / "run").start() as run, without_reset(planted):
-        for at in range(2):
-            batch = run.batch(rollout.generate([*prompts, *new(at, block_size)]))
-            scored = run.score(batch)
-            run.measure(batch, old=scored.detach())
-            run.step(scored[batch.response_mask].mean())
-            step(policy)
-            run.send()
-            logs.append(run.log().metrics)
-    rollout.shutdown()
-    return {"logs": logs}
-
-
-def new(at: int, block_size: int) -> Sequence[list[int]]:
-    """Return prompts that only one step has."""
-    return prompts_of(3, 2 * block_size + 5, seed=100 + at)

@@ -8,19 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from mismatch_ext.adapters import sglang
 from mismatch_ext.adapters.sglang import (
     check_server,
     generate_request,
@@ -28,7 +22,6 @@ from mismatch_ext.adapters.sglang import (
     to_provenance,
     to_records,
 )
-from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.engine import EngineTransport, HttpTransport, Transport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.side import Rollout
@@ -44,7 +37,9 @@ from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
 from mismatch_ext.weights import NamedTensors
 from tests.oracle import float32_error
-from tests.peers.engines.scenarios_conformance import PROBES, Verified, turned, updated
+from tests.peers.engines.scenarios_conformance import PROBES, Verified, updated
+from tests.peers.engines.served import answering
+from tests.rendezvous import free_port
 
 # The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
 OPTIONS: dict[str, Any] = {
@@ -69,46 +64,16 @@ def running(model: str, dtype: str, way: str, **changes: Any) -> Iterator[Transp
         finally:
             engine.shutdown()
         return
-    # 0.5.12 takes a second port 10,000 above, which must be one too.
-    port = 1 << 16
-    while port + 10_000 >= 1 << 16:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+    # 0.5.12 takes a second port, 10,000 above.
+    port = free_port()
     flags: list[str] = []
     for name, value in {**options, "host": "127.0.0.1", "port": port}.items():
         if value is not False:
             flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    with open(Path(model).parent / f"server-{port}.log", "w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *flags], stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield _reached(HttpTransport(f"http://127.0.0.1:{port}"), server, Path(log.name))
-    finally:
-        # A group of its own: the server and the processes that it started.
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(10)
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _reached(http: HttpTransport, server: subprocess.Popen[bytes], log: Path) -> HttpTransport:
-    import requests
-
-    until = time.monotonic() + 240
-    while time.monotonic() < until:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server ended with {server.returncode}: {log.read_text()[-3000:]}")
-        try:
-            if requests.get(f"{http.http.url}/health", timeout=5).ok:
-                return http
-        except requests.RequestException:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"the server did not start: {log.read_text()[-3000:]}")
+    command = [sys.executable, "-m", "sglang.launch_server", *flags]
+    log = Path(model).parent / f"server-{port}.log"
+    with answering(command, port, os.environ, log) as url:
+        yield HttpTransport(url)
 
 
 def prompts(count: int, longest: int, seed: int, vocabulary: int = 16, shortest: int = 2) -> list[list[int]]:
@@ -221,12 +186,10 @@ def ways(rollouts: Rollouts) -> None:
     check = rollouts.check
     check("chunked", [whole], 8, ignore_eos=True)
     check("same prompt again", [whole], 8, ignore_eos=True)
-    check("shared prefix", [whole[:120] + row for row in prompts(2, 30, seed=1, shortest=29)], 8)
     check("concurrent", prompts(8, 90, seed=2), 60, ignore_eos=True)
     check("groups", prompts(3, 40, seed=3), 12, n=3)
     check("stop tokens", prompts(12, 40, seed=4), 40, stop_token_ids=[5, 6])
     check("temperature", prompts(4, 40, seed=5), 20, sampling=SamplingSettings(temperature=0.6, top_p=0.9))
-    check("one token", prompts(4, 40, seed=6), 1)
     [begun] = prompts(1, 20, seed=8, shortest=20)
     [first], _ = rollouts.records([begun], 8, ignore_eos=True)
     conversation = [*begun, *first.response_ids.tolist()]
@@ -276,37 +239,25 @@ def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
     engine, model = rollouts.engine, rollouts.model
     probes = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
     verified = verified_by(engine, lambda: checkpoint_parameters(model), model, probes, dtype)
-    found: dict[str, Any] = {"statuses": []}
     before = copy.deepcopy(model)
-
-    def judged(verdict: Any) -> None:
-        found["statuses"].append(verdict.status)
-        found["message"] = verdict.message
-
     train(model, 1)
-    judged(verified.update())
+    statuses = [verified.update().status]
     rollouts.version = verified.rollout.weight_version
     records = rollouts.check("after an update", prompts(8, 90, seed=2), 60, ignore_eos=True)
-    found["moved"] = max(float(gap.abs().max()) for gap in gaps(before, records))
-    train(model, 2)
-    judged(verified.verify())  # nothing was sent
-    judged(verified.update())
+    moved = max(float(gap.abs().max()) for gap in gaps(before, records))
     train(model, 3)
     # What a loop over named_parameters() sends: SGLang reports success and drops the experts.
     update_weights(engine, model.named_parameters(), dtype=dtype, weight_version="3", fused_experts=True)
-    judged(verified.verify())
-    found["fused"] = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
-    found["nothing"] = message_of(update_weights, engine, iter(()), dtype=dtype)
-    found["dtype"] = message_of(update_weights, engine, checkpoint_parameters(model), dtype="float16")
+    statuses.append(verified.verify().status)
+    fused = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
     broken = ("model.norm.weight", torch.full((model.config.hidden_size,), torch.nan))
-    found["nan"] = message_of(update_weights, engine, [broken], dtype=dtype)
-    found.update(half_done(rollouts, broken, dtype))
+    half = half_done(rollouts, broken, dtype)
     # In small buckets, after all of these.
     update_weights(engine, checkpoint_parameters(model), dtype=dtype, weight_version="4", bucket_bytes=30_000)
-    judged(verified.verify())
+    statuses.append(verified.verify().status)
     rollouts.version = 4
     rollouts.check("after small buckets", prompts(4, 60, seed=8), 20)
-    return found
+    return {"statuses": statuses, "moved": moved, "fused": fused, **half}
 
 
 def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dict[str, Any]:
@@ -341,32 +292,6 @@ def paused(rollouts: Rollouts) -> dict[str, Any]:
     }
 
 
-def served(model: str) -> dict[str, Any]:
-    """Sample from a dense model, behind a server with a tokenizer and without routes."""
-    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with running(model, "float32", "http", skip_tokenizer_init=False, enable_return_routed_experts=False) as engine:
-        info = engine.server_info()
-        verdict = check_server(info, config=MismatchConfig(), trainer_dtype="float32", original_logprobs=False)
-        provenance = to_provenance(read_server(info), sampling=PLAIN, weight_version=0)
-        rows, found = prompts(8, 90, seed=2), []
-        for step in range(2):
-            outputs = engine.generate(generate_request(rows, PLAIN, max_new_tokens=20, ignore_eos=True))
-            records = to_records(outputs, prompt_ids=rows, provenance=provenance)
-            found.append(float(torch.cat(gaps(trainer, records)).abs().mean()) / error_of(trainer, records))
-            if step == 0:
-                train(trainer, 1)
-                update_weights(engine, checkpoint_parameters(trainer), dtype="float32", weight_version=1)
-        return {
-            "verdict": str(verdict),
-            "logp_in_float32_errors": found,
-            "sampled": sum(len(record.response_ids) for record in records),
-            "reasons": sorted({str(record.finish_reason) for record in records}),
-            "texts": sum(bool(output["text"]) for output in outputs),
-            "stamps": sorted({output["meta_info"]["weight_version"] for output in outputs}),
-            "routing": [record.routing for record in records if record.routing is not None],
-        }
-
-
 def refusals(rollouts: Rollouts) -> dict[str, Any]:
     """Let the engine refuse, and return the errors."""
     engine = rollouts.engine
@@ -374,39 +299,14 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
     found = {"long": message_of(engine.generate, generate_request([long], PLAIN, max_new_tokens=2))}
     unknown = [[3, 4], [5, rollouts.model.config.vocab_size]]
     found["unknown token"] = message_of(engine.generate, generate_request(unknown, PLAIN, max_new_tokens=2))
-    if isinstance(engine, EngineTransport):
-        # A request in flight: the cache must not be flushed under it.
-        request = generate_request([3, 4, 5], PLAIN, max_new_tokens=300, ignore_eos=True)
-        stream = engine.engine.generate(**request, stream=True)
-        next(stream)
-        with mock.patch.object(transports, "FLUSH_SECONDS", 0.3):
-            found["flush"] = message_of(engine.flush_cache)
-        for _ in stream:
-            pass
-        if hasattr(engine.engine, "begin_weight_update"):
-            engine.engine.begin_weight_update()
-            found["session"] = message_of(
-                update_weights, engine, checkpoint_parameters(rollouts.model), dtype="float32"
-            )
-            engine.engine.end_weight_update()
-    else:
+    if isinstance(engine, HttpTransport):
         found["paused"] = paused(rollouts)
     engine.flush_cache()
     return found
 
 
-def conformance(
-    rollouts: Rollouts, sampling: dict[str, Any], rows: list[list[int]], **options: Any
-) -> list[dict[str, Any]]:
-    """Return the records of greedy rollouts, field by field."""
-
-    settings = SamplingSettings(**sampling)
-    _, outputs = rollouts.records(rows, options.pop("count"), sampling=settings, **options)
-    return turned(sglang, outputs, rows, rollouts.reading, settings, rollouts.shape)
-
-
-def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
-    """Do everything in float32, where transformers must be met on every token; the requests are those of `conformance`."""
+def exact(model: str, way: str) -> dict[str, Any]:
+    """Do everything in float32, where transformers must be met on every token."""
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running(model, "float32", way) as engine:
         verdict = check_server(
@@ -421,7 +321,6 @@ def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
             "verdict": str(verdict),
             "scored": float((scored - scoring.score_tokens(trainer, ids)).abs().mean()),
             "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
-            "records": conformance(rollouts, **requests),
             "refusals": refusals(rollouts),
             "updates": updates(rollouts),
             "weights": weights(rollouts, "float32"),
@@ -429,7 +328,7 @@ def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
     return {**found, "rollouts": rollouts.found}
 
 
-def half(model: str, dtype: str, sequences: list[list[int]]) -> dict[str, Any]:
+def half(model: str, dtype: str) -> dict[str, Any]:
     """Sample in half precision; score with transformers in the same precision, with its own routes and with the engine's."""
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     with running(model, dtype, "engine") as engine:
@@ -445,48 +344,5 @@ def half(model: str, dtype: str, sequences: list[list[int]]) -> dict[str, Any]:
             "native": [float(gap.abs().max()) for gap in native],
             "replayed": [float(gap.abs().max()) for gap in replayed],
             "mean": float(torch.cat(replayed).abs().mean()),
-            "named": [named_request(rollouts, ids) for ids in sequences],
-            "weights": half_weights(rollouts, dtype),
         }
     return found
-
-
-def named_request(rollouts: Rollouts, ids: list[int]) -> dict[str, float]:
-    """Score a given sequence with both sides, the trainer with its own routes and with the engine's."""
-    [record], _ = rollouts.records([ids], 1)
-    engine = score_tokens(rollouts.engine, [ids])[0]
-    tokens, attention = padded([record])
-    with_own = trainer_scores(rollouts.model, tokens, attention)[0, : len(ids) - 1]
-    trace, recorded = align([record.routing], attention)
-    with replay_routing(rollouts.model, trace, recorded):
-        replayed = trainer_scores(rollouts.model, tokens, attention)[0, : len(ids) - 1]
-    return {
-        "native": float((with_own - engine).abs().max()),
-        "replayed": float((replayed - engine).abs().max()),
-        "differing": differing(rollouts.model, record)[1],
-    }
-
-
-def half_weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
-    """Push float32 masters into a half-precision engine."""
-    engine, model = rollouts.engine, rollouts.model
-    masters = copy.deepcopy(model).float()
-
-    def parameters() -> Iterator[tuple[str, Tensor]]:
-        return checkpoint_parameters(masters)
-
-    probes = torch.randint(2, model.config.vocab_size, (8, 24), generator=torch.Generator().manual_seed(9))
-    verified = verified_by(engine, parameters, model, probes, dtype)
-    train(masters, 4)
-    model.load_state_dict(masters.state_dict())
-    verdict = verified.update()
-    huge = dict(parameters())
-    huge["model.layers.1.post_attention_layernorm.weight"] = torch.full((model.config.hidden_size,), 7e4)
-    overflow = message_of(update_weights, engine, huge.items(), dtype=dtype)
-    update_weights(engine, parameters(), dtype=dtype)
-    return {
-        "status": verdict.status,
-        "message": verdict.message,
-        "overflow": overflow,
-        "after": verified.verify().status,
-    }

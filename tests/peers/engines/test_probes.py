@@ -96,30 +96,6 @@ def remote(name: str) -> list[Any]:
     return sent_to_server(ask)
 
 
-def doctor(name: str) -> list[Any]:
-    from mismatch_ext.adapters.doctor.server.vllm import VllmServer
-    from mismatch_ext.adapters.vllm.doctor import VllmEngine
-
-    from mismatch_ext.doctor import Sample
-
-    masks, logprobs = ((True, True),) * 2, ((-1.0, -1.0),) * 2
-    prompts, responses = tuple(tuple(ids[:2]) for ids in IDS), tuple(tuple(ids[2:]) for ids in IDS)
-    sample = Sample(prompts=prompts, responses=responses, masks=masks, logprobs=logprobs, routes=None)
-
-    def of_engine(llm: Any) -> Any:
-        engine = object.__new__(VllmEngine)
-        engine._llm = llm
-        return engine.score(sample)
-
-    def of_server(post: Any) -> Any:
-        server = object.__new__(VllmServer)
-        each = lambda ask, given, _: [ask(one) for one in given]  # noqa: E731
-        server.server = SimpleNamespace(client=SimpleNamespace(post=post, each=each), name="served")  # type: ignore[assignment]
-        return server.score(sample)
-
-    return sent_to_engine(of_engine) if name == "engine" else sent_to_server(of_server)
-
-
 def verl(name: str) -> list[Any]:
     from mismatch_ext.adapters.verl.driver import servers
 
@@ -133,8 +109,7 @@ def verl(name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("sent", "name"),
     [
-        (in_process, "score"), (in_process, "decode"), (remote, "score"), (remote, "decode"), (doctor, "engine"),
-        (doctor, "server"), (verl, "score"), (verl, "decode"),
+        (in_process, "score"), (in_process, "decode"), (remote, "score"), (remote, "decode"), (verl, "score"), (verl, "decode"),
     ],
 )  # fmt: skip
 def test_probes_draw_no_random_number_that_seeds_other_requests(

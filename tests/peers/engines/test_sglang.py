@@ -1,4 +1,4 @@
-"""Real SGLang on a CPU, with torch-native kernels: records, routes, weight updates and refusals, both versions, both transports.
+"""Real SGLang on a CPU, with torch-native kernels: log-probabilities, routes, weight updates and refusals, reached in two ways.
 
 One process per version, way and dtype does everything; the tests look at parts of what it found.
 """
@@ -6,20 +6,12 @@ One process per version, way and dtype does everything; the tests look at parts 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.models import tiny_model
 from tests.oracle import FACTOR
-from tests.peers.engines.sglang_environment import NEWEST, RUN_FIRST, VERSIONS, run_sglang
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_sglang as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_sglang")
+from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
 
 pytestmark = pytest.mark.engine
 EXACT = [
@@ -53,13 +45,11 @@ def test_no_compiled_kernel_was_called(exact: dict[str, Any]) -> None:
 WAYS = {
     "chunked": (1, 8, 0, 0),
     "same prompt again": (1, 8, 199, 199),
-    "shared prefix": (2, 3, 240, 300),
     # Random prompts of 16 tokens begin alike here and there.
     "concurrent": (8, 480, 0, 20),
     "groups": (9, 40, 0, 200),
     "stop tokens": (12, 20, 0, 30),
     "temperature": (4, 10, 0, 20),
-    "one token": (4, 4, 0, 20),
     # 20 tokens of the prompt and 8 that the first turn sampled. The last of these the model was given in 0.5.12 and 0.5.18 alone,
     # whose scheduler is a step ahead of what it knows to have ended.
     "second turn": (1, 8, 27, 28),
@@ -67,10 +57,6 @@ WAYS = {
     "after an update": (8, 480, 0, 20),
     "after small buckets": (4, 20, 0, 20),
 }
-
-
-def test_every_way_of_sampling_was_looked_at(exact: dict[str, Any]) -> None:
-    assert set(exact["rollouts"]) == set(WAYS)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -107,8 +93,8 @@ def test_a_weight_update_shows_in_the_next_log_probabilities(exact: dict[str, An
 
 
 def test_stale_and_garbled_updates_are_told_from_good_ones(exact: dict[str, Any]) -> None:
-    # Trained and sent; trained; sent; trained and sent without the experts, which SGLang drops silently; sent in small buckets.
-    assert exact["weights"]["statuses"] == ["in_sync", "stale", "unchanged", "garbled", "unchanged"]
+    # Trained and sent; trained and sent without the experts, which SGLang drops silently; sent in small buckets.
+    assert exact["weights"]["statuses"] == ["in_sync", "garbled", "unchanged"]
 
 
 def test_what_must_not_be_sent_is_refused(exact: dict[str, Any]) -> None:
@@ -117,9 +103,6 @@ def test_what_must_not_be_sent_is_refused(exact: dict[str, Any]) -> None:
         found["fused"].startswith("RecordError: model.layers.0.mlp.experts.")
         and "checkpoint_parameters" in found["fused"]
     )
-    assert found["nothing"].startswith("RecordError: a weight update without tensors")
-    assert found["dtype"].startswith("PrecisionError: weights are to be sent in float16, but ")
-    assert found["nan"].startswith("PrecisionError: model.norm.weight: 64 of 64 weights are NaN")
 
 
 def test_half_an_update_is_told_by_its_stamp_and_not_sampled_from(exact: dict[str, Any]) -> None:
@@ -144,19 +127,3 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
     # What SGLang does not: its scheduler would end.
     unknown = found["unknown token"]
     assert unknown.startswith("RecordError: input_ids[1][1]: token id 16 ") and "0 to 15, its model has 16" in unknown
-    if exact["way"] == "engine":
-        assert "did not flush its cache" in found["flush"] and "abort" in found["flush"]
-    if (exact["version"], exact["way"]) == (NEWEST, "engine"):
-        # It returns (False, message) and does not raise.
-        assert found["session"].startswith("EngineError: ") and "already open" in found["session"]
-
-
-@pytest.mark.nightly
-def test_a_dense_model_behind_a_server_with_its_tokenizer(tmp_path: Path) -> None:
-    found = run_sglang(scenarios.served, VERSIONS[0], tmp_path, model=tiny_model("dense", tmp_path / "dense"))
-    assert found["stub"]["called"] == 0
-    assert found["verdict"] == f"sglang {VERSIONS[0]}: runs as the trainer needs it."
-    # Before and after an update of the weights.
-    assert max(found["logp_in_float32_errors"]) < FACTOR and len(found["logp_in_float32_errors"]) == 2
-    assert found["sampled"] == 8 * 20 and found["reasons"] == ["length"] and found["texts"] > 0
-    assert found["stamps"] == ["1"] and found["routing"] == []

@@ -19,8 +19,6 @@ else:
     scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(900)]
-# A request on which SGLang 0.5.18 and transformers choose other experts in bfloat16: its prompt was 0.49 nats apart.
-FLIPPED = [5, 9, 17, 33, 65]
 
 
 def flip_model(directory: Path) -> Path:
@@ -44,9 +42,8 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Sample in both half precisions from one model."""
     folder = tmp_path_factory.mktemp("half")
     model = flip_model(folder / "model")
-    payload = {"model": model, "sequences": [FLIPPED]}
     return {
-        dtype: run_sglang(scenarios.half, VERSIONS[0], folder, dtype=dtype, **payload)
+        dtype: run_sglang(scenarios.half, VERSIONS[0], folder, dtype=dtype, model=model)
         for dtype in ("bfloat16", "float16")
     }
 
@@ -64,29 +61,9 @@ def test_replaying_the_engines_experts_removes_the_gap_of_a_flip(half: dict[str,
     assert len(flipped) > 5 and replayed < native / 4
 
 
-def test_replay_changes_nothing_where_no_expert_flipped(half: dict[str, dict[str, Any]]) -> None:
-    found = half["bfloat16"]
-    same = [row for row, count in enumerate(found["differing"]) if count == 0]
-    assert same and all(abs(found["native"][row] - found["replayed"][row]) < 1e-6 for row in same)
-
-
-def test_the_request_that_was_half_a_nat_apart(half: dict[str, dict[str, Any]]) -> None:
-    [found] = half["bfloat16"]["named"]
-    assert found["differing"] > 0 and found["native"] > 0.3
-    assert found["replayed"] < 0.1
-
-
 def test_float16_is_closer_by_the_ratio_of_the_roundings(half: dict[str, dict[str, Any]]) -> None:
     # 11 bits of mantissa against 8; experts replayed, so that nothing but rounding is left.
     ratio = half["bfloat16"]["mean"] / half["float16"]["mean"]
     assert 4 < ratio < 16, ratio  # three bits are a factor of 8
     # Experts flip less often, too.
     assert statistics.mean(half["float16"]["differing"]) < statistics.mean(half["bfloat16"]["differing"])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_float32_masters_are_cast_and_verified(half: dict[str, dict[str, Any]], dtype: str) -> None:
-    found = half[dtype]["weights"]
-    assert found["status"] == "in_sync" and found["after"] == "unchanged", found["message"]
-    overflow = "PrecisionError: model.layers.1.post_attention_layernorm.weight: weight 70000 overflows in float16"
-    assert found["overflow"].startswith(overflow) if dtype == "float16" else found["overflow"] == "no error"

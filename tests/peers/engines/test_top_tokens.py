@@ -1,4 +1,4 @@
-"""What vLLM reports as its most likely tokens is the policy's own distribution, however vLLM hands it over."""
+"""What vLLM reports as its most likely tokens is the policy's own distribution."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ else:
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 
 
-def test_heads_are_the_policys_own_from_flat_arrays_and_from_objects(run: Run, dense: Path) -> None:
+def test_heads_and_sampled_tokens_are_the_policys_own(run: Run, dense: Path) -> None:
     found = run(scenarios.heads, model=dense).expect()
-    assert found["flat"]["were flat"] == [True] * 6 and found["objects"]["were flat"] == [False] * 6
-    for heads in found.values():
-        assert heads["shapes"] == [[length, 6] for length in heads["lengths"]] and max(heads["lengths"]) > 1
-        # Both sides compute in float32. A head of another place or row is off by whole nats.
-        assert heads["apart"] < 1e-3 and heads["sampled"] < 1e-3, found
+    # Both sides compute in float32. A head of another place or row is off by whole nats.
+    assert found["apart"] < 1e-3 and found["sampled"] < 1e-3, found

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
@@ -19,27 +17,19 @@ from mismatch_ext.adapters.transformers.attention import (
     complete_implementation,
     dropped_cap,
     implementation_of,
-    soft_caps,
     trainer_implementation,
 )
-from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.scoring import score_tokens
 from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Gemma2Config,
     GptOssConfig,
     GptOssForCausalLM,
-    PaliGemmaConfig,
-    SiglipVisionConfig,
 )
 
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID
-from mismatch_ext.doctor import Sample, diagnose, report
+from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.evidence import ColumnBatch, lines_of
 from tests.models import tiny_gemma2, tiny_model
 
 PROBES = torch.randint(2, 16, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -58,23 +48,6 @@ def test_a_soft_cap_that_sdpa_drops_is_measured(dtype: torch.dtype, tmp_path: Pa
     assert implementation_of(model) == "sdpa" and torch.equal(score_tokens(model, PROBES), before)
     with attending_by(model, "eager"):
         assert dropped_cap(model, lambda: score_tokens(model, PROBES)) is None
-    unmeasured = dropped_cap(model, None)
-    assert unmeasured is not None and "not measured" in str(unmeasured)
-
-
-@pytest.mark.parametrize("cap", [1e6, None])
-def test_a_cap_that_changes_nothing_is_no_finding(cap: float | None, tmp_path: Path) -> None:
-    model = load_model(tiny_gemma2(tmp_path, cap=cap))
-    assert dropped_cap(model, lambda: score_tokens(model, PROBES)) is None
-
-
-def test_a_model_without_a_cap_is_not_run(tmp_path: Path) -> None:
-    model = load_model(tiny_model("dense", tmp_path))
-
-    def score() -> torch.Tensor:
-        raise AssertionError("a model without a soft cap was run")
-
-    assert dropped_cap(model, score) is None and complete_implementation(model) == "sdpa"
 
 
 def test_the_oracle_attends_by_all_of_the_model_and_the_trainer_by_what_the_run_has(tmp_path: Path) -> None:
@@ -84,8 +57,7 @@ def test_the_oracle_attends_by_all_of_the_model_and_the_trainer_by_what_the_run_
     for asked, taken in (("", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager"), ("flash_attention_2", "eager")):
         assert trainer_implementation(gemma, asked) == taken
     dense = load_model(tiny_model("dense", tmp_path / "dense"))
-    for asked, taken in (("", "sdpa"), ("eager", "eager"), ("flash_attention_2", "sdpa")):
-        assert trainer_implementation(dense, asked) == taken
+    assert trainer_implementation(dense, "flash_attention_2") == "sdpa"
     # A model with sinks has no sdpa in transformers.
     sinks = GptOssForCausalLM(
         GptOssConfig(
@@ -96,10 +68,6 @@ def test_the_oracle_attends_by_all_of_the_model_and_the_trainer_by_what_the_run_
     assert complete_implementation(sinks) == "eager"
     with pytest.raises(ConfigError, match="attention 'sdpa' does not run with GptOssForCausalLM"):
         trainer_implementation(sinks, "sdpa")
-    config = AutoConfig.from_pretrained(tmp_path / "dense")
-    config.add_swa_attention_sink_bias = True
-    dense.config = config
-    assert complete_implementation(dense) == "eager"
 
 
 def drawn(folder: Path, rows: int = 24) -> Sample:
@@ -152,64 +120,3 @@ def test_a_log_of_gemma_2_is_clean_with_eager_and_names_the_trainers_sdpa(
     assert (cause["key"], cause["family"], cause["status"]) == ("attention", "trainer", "measured"), page
     assert "the trainer's attention (sdpa) has no soft cap" in page and 'attn_implementation="eager"' in page
     assert "refuted" not in page and "Explained" in page, page
-
-
-def test_an_engine_without_the_cap_is_named_as_the_engine(tmp_path: Path) -> None:
-    folder = tiny_gemma2(tmp_path / "model")
-    served: Any = load_model(folder)
-    for module, name in soft_caps(served):
-        setattr(module, name, None)
-    sample = drawn(folder)
-    values = iter(Scorer(served, sample, trainer_dtype="float32", engine_dtype="float32").logprobs().tolist())
-    sample = replace(sample, logprobs=tuple(tuple(next(values) for _ in row) for row in sample.responses))
-    scorer = Scorer(load_model(folder), sample, trainer_dtype="float32", engine_dtype="float32", attention="eager")
-    causes = [cause for cause in of_model(scorer) if cause.key == "attention_softcap"]
-    found = diagnose(sample, scorer.scores, causes)
-    assert [cause.key for cause in found.causes] == ["attention_softcap"], report(found)
-    assert "the engine's attention has no soft cap" in report(found)
-
-
-@pytest.mark.parametrize(("attention", "named"), [("eager", []), ("sdpa", ["attention"])])
-def test_rows_that_a_run_has_kept_are_scored_by_its_attention(attention: str, named: list[str], tmp_path: Path) -> None:
-    folder = tiny_gemma2(tmp_path / "model")
-    sample = drawn(folder)
-    policy: Any = load_model(folder)
-    policy.set_attn_implementation(attention)
-    scorer = Scorer(load_model(folder), sample, trainer_dtype="float32", engine_dtype="float32", attention=attention)
-    own = iter(scorer.scores.trainer.tolist())
-    settings = {"host": "trl", "dtype": "float32", "weights": "float32", "attention": implementation_of(policy)}
-    batch = ColumnBatch(
-        prompts=sample.prompts,
-        responses=sample.responses,
-        mask=sample.masks,
-        rollout=sample.logprobs,
-        trainer=[[next(own) for _ in row] for row in sample.responses],
-        settings=lambda: settings,
-    )
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(batch, "an alarm")), encoding="utf-8")
-    given = ["--model", str(folder), "--rollouts", str(path), "--dtype", "float32", "--quick", "--out", str(tmp_path)]
-    assert cli.main(["doctor", *given]) == (1 if named else 0)
-    found = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
-    assert [cause["key"] for cause in found["causes"]] == named, found
-    largest = max(abs(part["share"] or 0.0) for part in found["parts"])
-    assert math.isfinite(largest) and np.isfinite(found["ratio"])
-
-
-def test_a_model_of_several_parts_keeps_the_implementation_of_each() -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    text = Gemma2Config(num_key_value_heads=1, head_dim=16, vocab_size=64, attn_logit_softcapping=5.0, **small)
-    vision = SiglipVisionConfig(image_size=28, patch_size=14, **small)
-    config = PaliGemmaConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
-    asked = {"text_config": "eager", "vision_config": "sdpa"}
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=asked)
-    assert implementation_of(model) == "eager" and dropped_cap(model, lambda: pytest.fail("scored")) is None
-    with attending_by(model, "sdpa"):
-        assert implementation_of(model) == "sdpa"
-    found = {name: getattr(model.config, name)._attn_implementation for name in asked}
-    assert found == asked and model.config._attn_implementation == "sdpa"

@@ -119,29 +119,6 @@ def test_checkpoints_that_cannot_be_bound_are_refused_in_the_forward(way: str, p
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT)
-def test_backward_passes_of_other_forwards_in_a_context(reentrant: bool) -> None:
-    model, (_, own, plain) = FAMILIES[QWEN].build(), case(QWEN)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    other, third = another(own), another(another(own))
-    expected = [replayed(model, trace).gradients for trace in (other, third)]
-    before = forward(model)[1]
-    with replay_routing(model, other):
-        first = forward(model)[1]
-    with replay_routing(model, third) as replay:
-        second = forward(model)[1]
-        assert equal(backward(model, before), plain.gradients)
-        assert equal(backward(model, first), expected[0])
-        assert equal(backward(model, second), expected[1])
-    assert replay.forwards == 1
-    with record_routing(model) as recording:
-        loss = forward(model)[1]
-        with pytest.raises(ReplayError, match="already"), replay_routing(model, own):
-            pass
-        backward(model, loss)
-    assert recording.trace.same_as(own)
-
-
-@pytest.mark.parametrize("reentrant", REENTRANT)
 def test_a_backward_pass_in_the_midst_of_a_forward(reentrant: bool) -> None:
     # What is recomputed then is no part of the forward pass that is going on.
     model, (_, own, plain) = FAMILIES[QWEN].build(), case(QWEN)
@@ -173,18 +150,3 @@ def test_recomputation_in_another_thread(reentrant: bool) -> None:
         thread.join()
     got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert equal(got, expected.gradients)
-
-
-def test_gradients_without_binding_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the binding is for: without it, recomputation takes the model's own routes and gradients change silently.
-    from mismatch_ext.adapters.transformers.routing import binding
-
-    monkeypatch.setattr(binding.Binding, "_bound", lambda self, function: function)
-    monkeypatch.setattr(binding, "runs_unbound", lambda gradients: False)
-    model, (_, own, _) = FAMILIES[QWEN].build(), case(QWEN)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    expected = replayed(case(QWEN)[0], another(own))
-    with replay_routing(model, another(own)):
-        logits, loss = forward(model)
-    assert torch.equal(logits, expected.logits)
-    assert not equal(backward(model, loss), expected.gradients)

@@ -69,24 +69,6 @@ def test_compiled_models(how: str, experts: str, backend: str, reentrant: bool |
     assert same(run(model), plain)
 
 
-@pytest.mark.parametrize("how", ["layers", "model"])
-def test_contexts_do_not_make_compiled_code_compile_anew(how: str) -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model, trace = compiled(how, backend=backend), case(QWEN, experts="batched_mm")[1]
-    replayed(model, trace)
-    counts = []
-    for _ in range(10):  # as many as torch compiles of one function before it gives up
-        trace = another(trace)
-        replayed(model, trace)
-        counts.append(len(graphs))
-    assert counts[0] and set(counts) == {counts[0]}
-
-
 def test_a_model_compiled_as_one_graph_is_refused() -> None:
     # Replay needs a break at the router, and fullgraph=True forbids any: torch says so, and nothing runs natively.
     model = compiled("layers", backend="eager", fullgraph=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.blocks import HiddenStates, compared
 from mismatch_ext.adapters.doctor.configs import engines_own
-from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
+from mismatch_ext.adapters.doctor.examining import WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.transformers.doctor import scorer as scorers
 from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
-from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
+from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Scorer
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
-from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 
 from examples.arithmetic.tokenizer import EOS_ID
@@ -77,20 +73,6 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     assert window.predict(4096.0) == pytest.approx(picked, abs=alike), "a window beyond the sequences hides nothing"
 
 
-def test_what_an_engines_configuration_has_otherwise_is_tried_as_it_is(tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    shutil.copytree(folder, tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"sliding_window": 24, "use_sliding_window": True, "num_experts_per_tok": 3}
-    (tmp_path / "other/config.json").write_text(json.dumps(config), encoding="utf-8")
-    sides = Run(model=str(folder), engine_model=str(tmp_path / "other"))
-    windows, counts = engines_own(sides, WINDOW), engines_own(sides, EXPERTS)
-    assert (windows, counts) == ((24,), (3,)) and not engines_own(Run(model=str(folder)), WINDOW)
-    scorer = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
-    grids = {cause.key: cause.grid for cause in of_model(scorer, windows=windows, counts=counts)}
-    assert grids["sliding_window"] == (8.0, 16.0, 24.0) and grids["experts_per_token"][0] == 3.0
-
-
 def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     """Return the sample of a float32 engine that another scorer stands for, and the trainer's scorer of it."""
     values = iter(engine.logprobs().tolist())
@@ -120,69 +102,6 @@ def test_a_window_of_the_engine_that_is_wider_than_the_trainers_is_named(
     assert found.verdict == "explained"
 
 
-def exchanged_in(folder: Path, target: Path, layer: int, one: int, other: int) -> Path:
-    """Copy a checkpoint with two experts of a layer exchanged."""
-    shutil.copytree(folder, target)
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if f"layers.{layer}.mlp.experts.{one}." in name]:
-        twin = name.replace(f".experts.{one}.", f".experts.{other}.")
-        weights[name], weights[twin] = weights[twin], weights[name]
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def with_routes(scorer: Scorer) -> Sample:
-    """Return a scorer's sample with the routes that its model takes."""
-    return replace(scorer.sample, routes=scorer._native()[1])
-
-
-@pytest.mark.parametrize("routed", [True, False])
-def test_experts_that_an_engine_exchanged_leave_the_gap_unexplained(routed: bool, tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    served = load_model(exchanged_in(folder, tmp_path / "served", 1, 3, 12))
-    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
-    if routed:
-        engine = Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")
-    taken, trainer = as_if(folder, engine)
-    found = diagnose(taken, trainer.scores, of_model(trainer))
-    assert (found.verdict, found.causes) == ("unexplained", ())
-
-
-@pytest.mark.parametrize("exchanged", [True, False])
-def test_experts_that_a_router_chooses_otherwise_are_told_with_layer_and_share(exchanged: bool, tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    served, made = load_model(folder), torch.Generator().manual_seed(0)
-    gate = served.get_parameter("model.layers.1.mlp.gate.weight")
-    with torch.no_grad():
-        rows = [*range(3), 12, *range(4, 12), 3, *range(13, 16)]
-        moved = gate + 0.3 * gate.std() * torch.randn(gate.shape, generator=made)
-        gate.copy_(gate[rows] if exchanged else moved)
-    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
-    asked = Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")
-    taken, trainer = as_if(folder, asked)
-    found = diagnose(taken, trainer.scores, of_model(trainer))
-    own = trainer._native()[1]
-    assert taken.routes and own
-    pairs = [
-        (set(chosen), set(others))
-        for trace, other in zip(taken.routes, own, strict=True)
-        for chosen, others in zip(trace.layer(1).tolist(), other.layer(1).tolist(), strict=True)
-    ]
-    share = sum(chosen != others for chosen, others in pairs) / len(pairs)
-    assert share > 0.1
-    assert f"(most in layer 1, at {share:.1%} of its tokens); rounding alone" in report(found)
-
-
-def test_the_checkpoint_that_an_engine_kept_is_named(tmp_path: Path) -> None:
-    folder = tiny_model("dense", tmp_path / "model")
-    older = [tiny_model("dense", tmp_path / f"older{seed}", seed=seed) for seed in (1, 2, 3)]
-    made, scorer = as_if(
-        folder, Scorer(load_model(older[1]), sample(48), trainer_dtype="float32", engine_dtype="float32")
-    )
-    (cause,) = diagnose(made, scorer.scores, of_model(scorer, older)).causes
-    assert cause.said == f"the engine has the weights of {older[1]}"
-
-
 def test_logged_rollouts_are_examined_without_an_engine(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,46 +128,9 @@ def test_logged_rollouts_are_examined_without_an_engine(
     # The gap is closed then, and tokens that were drawn evenly are still not this model's.
     assert cli.main([*given, "--quick", "--temperature", "0.8"]) == 3
     assert "tokens: not drawn from the trainer's distribution" in capsys.readouterr().out
-    written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
-    assert written["causes"] == [] and (written["run"]["model"], written["run"]["temperature"]) == (str(dense), 0.8)
-    assert cli.main([*given, "--sampling", "top_p=0.9"]) == 2
-    assert "--sampling is for an engine" in capsys.readouterr().err
-    for known, option, words in (
-        ({"dtype": "float16"}, [], "--dtype: float32, and"),
-        ({"weight_version": 3}, ["--weight-version", "4"], "no response of weight version 4"),
-        ({"sampling": {"temperature": 0.8}}, ["--model", str(dense / "none")], "--model"),
-    ):
-        told = [json.dumps(row | {"provenance": known}) for row in rows]
-        path.write_text("\n".join(told), encoding="utf-8")
-        assert cli.main([*given, "--quick", *option]) == 2 and words in capsys.readouterr().err.splitlines()[-1]
-    assert cli.main([*given, "--quick", "--temperature", "1"]) == 1
-    assert "sampled with temperature=0.8" in capsys.readouterr().out
-    # By itself the trainer is scored at the log's temperature, as by the option above.
-    assert cli.main([*given, "--quick"]) == 3 and "temperature 0.8, the log's" in capsys.readouterr().out
     path.write_text("".join(f"{json.dumps(row | {'prompt_ids': [10**6]})}\n" for row in rows), encoding="utf-8")
     assert cli.main([*given, "--quick"]) == 2
     assert "token id 1000000 is beyond the vocabulary" in capsys.readouterr().err
-
-
-def test_given_routes_are_replayed_and_the_models_own_are_their_own_part(tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    plain = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
-    _, own = plain._native()
-    assert own is not None
-    replayed = Scorer(
-        load_model(folder), replace(sample(), routes=own), trainer_dtype="float32", engine_dtype="float32"
-    )
-    assert replayed.scores.native is not None
-    alike = FACTOR * replayed.float32_error
-    assert replayed.logprobs() == pytest.approx(replayed.scores.native, abs=alike)
-    first = own[0].experts.clone()
-    other = replace(own[0], parts=((first.long() + 1).remainder(own[0].num_experts).to(first.dtype),))
-    wrong = Scorer(
-        load_model(folder), replace(sample(), routes=(other, *own[1:])), trainer_dtype="float32", engine_dtype="float32"
-    )
-    assert wrong.scores.native is not None
-    moved = np.abs(wrong.logprobs() - wrong.scores.native)
-    assert moved[wrong.sample.row == 0].max() > 100 * alike and moved[wrong.sample.row > 0].max() < alike
 
 
 def uneven(responses: int = 24) -> Sample:
@@ -274,34 +156,8 @@ def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, t
     assert np.abs(left.scores.trainer - plain.scores.trainer).max() > alike
 
 
-def test_one_pass_serves_trainer_and_oracle_where_both_compute_the_same(tmp_path: Path) -> None:
+def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tmp_path: Path) -> None:
     model = load_model(tiny_model("dense", tmp_path / "model"))
-    scorer = Scorer(model, uneven(), trainer_dtype="float32", engine_dtype="float32", temperature=0.8)
-    with scorer.as_trainer():
-        passed, _ = scorer._native()
-    assert np.array_equal(scorer.scores.trainer, passed) and np.array_equal(scorer.scores.own, scorer._cast(uneven()))
-    again = scorer.rescored(uneven())
-    assert again.logits is scorer.scores.logits and not np.array_equal(again.own, scorer.scores.own)
-    other = replace(uneven(), prompts=tuple(prompt[::-1] for prompt in uneven().prompts))
-    assert not torch.equal(scorer.rescored(other).logits[:], again.logits[:])
-
-
-@pytest.mark.parametrize("layout", ["right", "left"])
-def test_a_quick_look_measures_the_runs_own_layout_alone(layout: str, tmp_path: Path) -> None:
-    folder = tiny_model("dense", tmp_path / "model")
-    given = {"trainer_dtype": "bfloat16", "engine_dtype": "bfloat16", "layout": layout}
-    quick = Scorer(load_model(folder), uneven(), layouts=(layout,), **given).scores.rungs
-    named = {LAYOUTS[layout]} if layout != "right" else set()
-    assert {rung.name for rung in quick} == {f"batches of 1 against {BATCH}", *named}
-    whole = {rung.name: rung for rung in Scorer(load_model(folder), uneven(), **given).scores.rungs}
-    assert all(rung == whole[rung.name] for rung in quick)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tied: bool, tmp_path: Path) -> None:
-    model = load_model(tiny_model("dense", tmp_path / "model"))
-    if tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     before = model.get_output_embeddings().weight.detach().bfloat16().clone()
     # Weights in bfloat16 without autocast are what the doctor holds the engine's arithmetic to.
     held = {"engine_dtype": "bfloat16", "trainer_weights": "bfloat16"}
@@ -315,61 +171,6 @@ def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tied: 
         ((_, logits), *_) = scorer._passes(scorer.sample, None, only=[0])
     assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
     assert torch.equal(model.get_output_embeddings().weight, before.float())
-
-
-def test_routes_are_replayed_in_every_layout(tmp_path: Path) -> None:
-    model = load_model(tiny_model("moe", tmp_path / "model"))
-    # Routes of another model, so that those of the trainer's own would be seen.
-    other = Scorer(
-        load_model(tiny_model("moe", tmp_path / "other", seed=1)),
-        uneven(),
-        trainer_dtype="float32",
-        engine_dtype="float32",
-    )
-    routed = replace(uneven(), routes=other._native()[1])
-    replayed, native = (
-        Scorer(model, routed, trainer_dtype="float32", engine_dtype="float32", replays=replays)
-        for replays in (True, False)
-    )
-    assert np.abs(replayed.scores.trainer - native.scores.trainer).max() > 1e-3
-    for layout in LAYOUTS:
-        found = Scorer(
-            model, routed, trainer_dtype="float32", engine_dtype="float32", replays=True, layout=layout
-        ).scores.trainer
-        assert found == pytest.approx(replayed.scores.trainer, abs=FACTOR * replayed.float32_error), layout
-
-
-def test_a_model_that_counts_columns_as_positions_changes_its_policy_with_left_padding() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=32, n_positions=64, initializer_range=0.2)
-    )
-    scorer = Scorer(model.eval(), uneven(), trainer_dtype="float32", engine_dtype="float32")
-    rungs = {rung.name: rung for rung in scorer.scores.rungs}
-    assert rungs[LAYOUTS["left"]].changes_the_policy and (rungs[LAYOUTS["left"]].float32 or 0) > 1e-2
-    assert not rungs[LAYOUTS["left-positions"]].changes_the_policy
-
-
-def test_logits_of_a_large_vocabulary_are_projected_when_they_are_read_and_say_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
-    kept = Scorer(load_model(folder), sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    monkeypatch.setattr(scorers, "KEPT", 0)
-    model = load_model(folder)
-    read = Scorer(model, sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    logits = read.scores.logits
-    assert isinstance(kept.scores.logits, torch.Tensor) and isinstance(logits, Projected)
-    assert logits.shape == kept.scores.logits.shape and torch.allclose(logits[:], kept.scores.logits, atol=1e-4)
-    # Nothing of the size of the vocabulary is held.
-    assert logits._hidden.shape[1] == model.config.hidden_size
-    # Hooks are gone: the model says logits again.
-    assert model(torch.tensor([[2, 3]])).logits.shape[-1] == logits.shape[1]
-    first, second = (diagnose(scorer.sample, scorer.scores) for scorer in (kept, read))
-    assert first.verdict == second.verdict and first.tried == second.tried
-    assert [part.mean for part in first.parts] == pytest.approx(
-        [part.mean for part in second.parts], rel=1e-3, abs=1e-6
-    )
 
 
 def test_logits_that_are_capped_after_the_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,50 +209,12 @@ def test_a_block_that_computes_otherwise_is_found_on_its_own_input(kind: str, tm
     assert (out.layer, out.kind) == (0, "mlp") and out.error == pytest.approx(0.1, rel=0.1)
 
 
-def test_another_sample_is_scored_by_its_own_tokens(tmp_path: Path) -> None:
-    scorer = Scorer(
-        load_model(tiny_model("dense", tmp_path / "model")), sample(), trainer_dtype="float32", engine_dtype="float32"
-    )
-    other = sample(4)
-    long = replace(
-        other,
-        responses=tuple(row[::-1] for row in other.responses),
-        masks=tuple((True,) * len(row) for row in other.masks),
-    )
-    found = scorer.rescored(long)
-    oracle = torch.log_softmax(torch.as_tensor(found.logits[:]).double(), -1)
-    picked = oracle.gather(-1, torch.from_numpy(long.tokens)[:, None])[:, 0].numpy()
-    assert found.own == pytest.approx(picked, abs=FACTOR * scorer.float32_error)
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_float32s_own_error_is_measured_and_the_weights_are_as_before(kind: str, tmp_path: Path) -> None:
-    model = load_model(tiny_model(kind, tmp_path / "model"))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    scorer = Scorer(model, sample(), trainer_dtype="float32", engine_dtype="float32")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    ids = torch.randint(2, 16, (4, 24), generator=torch.Generator().manual_seed(0))
-    everywhere = torch.ones_like(ids)
-    ratio = scorer.float32_error / max(float32_error(model, ids, everywhere, everywhere), last_place(model, ids))
-    assert 1 / FACTOR < ratio < FACTOR
-
-
 def last_place(model: Any, ids: torch.Tensor) -> float:
     """Return one last place of float32 at the size of the largest logit or log-probability."""
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     largest = max(float(logits.abs().max()), float(logits.log_softmax(-1).abs().max()))
     return torch.finfo(torch.float32).eps * largest
-
-
-def test_a_model_that_rounds_nothing_errs_by_a_last_place(tmp_path: Path) -> None:
-    """Its logits are all 0, so that each log-probability is the same number in float32 and in float64."""
-    model = load_model(tiny_model("dense", tmp_path / "model", tied=False))
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    scorer = Scorer(model, sample(), trainer_dtype="float32", engine_dtype="float32")
-    of_uniform = np.log(model.config.vocab_size)
-    assert scorer.float32_error == pytest.approx(np.finfo(np.float32).eps * of_uniform)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.doctor.blocks import HiddenStates, alike, compared
 from mismatch_ext.adapters.placeholders import placeholders_of
-from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
-from mismatch_ext.adapters.transformers.scoring import logits_width
-from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from mismatch_ext.adapters.transformers.doctor.scorer import mixes_packed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mismatch_ext.doctor import Sample, read_rollouts
+from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.errors import RecordError
 from mismatch_ext.evidence import ColumnBatch, lines_of
 
@@ -64,37 +59,6 @@ def test_a_healthy_hybrid_is_not_blamed_on_packing(tmp_path: Path, capsys: pytes
     given = ["--model", str(tmp_path / "model"), "--rollouts", str(path), "--dtype", "float32", "--out", str(tmp_path)]
     assert cli.main(["doctor", *given, "--trainer-layout", "packed", "--quick"]) == 0
     assert "packed rows were not rebuilt" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_of_a_hybrid_are_paired_and_one_that_is_cut_differently_is_left_out(dtype: str) -> None:
-    hybrid, ids = model("lfm2"), list(range(2, 20))
-    scored = Sample(
-        prompts=((2, 3),) * 2, responses=(tuple(ids[2:]),) * 2, masks=((True,) * 16,) * 2, logprobs=((0.0,) * 16,) * 2
-    )
-    own = Scorer(hybrid, scored, trainer_dtype=dtype, engine_dtype=dtype).scores.own.reshape(2, 16)
-    for logprobs, count in ((own, 3), (own + 1, 4)):
-        sample = replace(scored, logprobs=tuple(map(tuple, logprobs.tolist())))
-        scorer = Scorer(hybrid, sample, trainer_dtype=dtype, engine_dtype=dtype)
-        held: Held = {}
-        with torch.no_grad(), holding(hybrid, held):
-            hybrid(torch.tensor([ids]))
-        # vLLM has this name for it.
-        parts = {(at[0], at[1].replace("conv", "short_conv")): (x[0], y[0]) for at, (x, y) in held.items()}
-        found = compared(scorer, HiddenStates(rows=[ids], blocks=[parts]))
-        assert [(block.layer, block.kind) for block in found] == [
-            (0, "conv"), (0, "feed_forward"), (1, "feed_forward"), (1, "attention")
-        ] and max(block.ratio for block in found) < 1  # fmt: skip
-        parts[0, "short_conv"] = (parts[0, "short_conv"][0] / 2, parts[0, "short_conv"][1])
-        kept, note = alike(scorer, compared(scorer, HiddenStates(rows=[ids], blocks=[parts])))
-        assert len(kept) == count and note == (
-            "1 of 4 blocks (conv) are left out, because one side cuts them differently" if count == 3 else ""
-        )
-
-
-def test_a_configuration_without_parts_is_read_as_it_is() -> None:
-    assert logits_width(SimpleNamespace(config=SimpleNamespace(vocab_size=7))) == 7
-    assert logits_width(torch.nn.Linear(1, 1)) is None
 
 
 def test_responses_to_images_are_left_out(tmp_path: Path) -> None:

@@ -78,19 +78,6 @@ def test_ranks_refuse_together() -> None:
         run(waiting, wrong)
 
 
-def test_evaluations_are_checked_by_each_rank_alone() -> None:
-    """Ranks may have different numbers of them, also before the first batch of training."""
-    trace, ranks = engine()[3], Two()
-    replay = replay_of(ranks=ranks)
-    run(replay, trace, "eval/default")
-    wrong = traced(trace, FAULTS["rows late"][0](trace.experts.to(torch.int64)))
-    with pytest.raises(RoutingError, match="shifted by one"):
-        run(replay, wrong, "eval/default")
-    assert ranks.asked == 0
-    run(replay, trace)
-    assert ranks.asked == 1
-
-
 def test_what_was_measured_is_told_once_by_split() -> None:
     _, ids, _, trace = engine()
     replay = replay_of()

@@ -8,21 +8,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters.doctor.examining import examine_logged
 from mismatch_ext.adapters.doctor.sides import Run
-from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import disable_dropout_in_model
 
-from mismatch_ext.doctor import Diagnosis, Sample, read_rollouts, report
+from mismatch_ext.doctor import Diagnosis, read_rollouts, report
 from mismatch_ext.evidence import ColumnBatch, lines_of
-from tests.oracle import FACTOR
 
 ROWS, PROMPT, LENGTH, END = 96, 6, 30, 1
 SHORT = 3
@@ -124,24 +121,6 @@ def test_a_runs_own_pass_is_taken_apart_by_trying(
     printed = report(found)
     assert [cause.key for cause in found.causes] == named and found.verdict == verdict, printed
     assert said in printed and "use_remove_padding" not in printed
-
-
-def test_the_trainers_pass_has_its_own_weights_whatever_the_engine_rounds() -> None:
-    """Trying a layout on weights that are rounded to the engine's dtype would count that rounding as the layout's."""
-    made, rows = torch.Generator().manual_seed(0), 8
-    ids = torch.randint(2, 64, (rows, PROMPT + LENGTH), generator=made).tolist()
-    sample = Sample(
-        prompts=tuple(tuple(row[:PROMPT]) for row in ids), responses=tuple(tuple(row[PROMPT:]) for row in ids),
-        masks=((True,) * LENGTH,) * rows, logprobs=((-1.0,) * LENGTH,) * rows,
-    )  # fmt: skip
-    plain = Scorer(model(), sample, trainer_dtype="float32", engine_dtype="bfloat16").scores.trainer
-    scorer = Scorer(model(), sample, trainer_dtype="float32", engine_dtype="bfloat16", computed=plain)
-    again = scorer.in_layout(sample, "right")
-    alike = FACTOR * scorer.float32_error
-    assert np.abs(again - plain).max() < alike < np.abs(scorer.logprobs() - plain).max()
-    # Afterwards the weights are the engine's again.
-    weights = dict(scorer.model.named_parameters())
-    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
 
 
 def test_dropout_that_acts_is_named_as_the_modules_have_it() -> None:

@@ -61,9 +61,7 @@ TUNED = {
         QWEN,
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
-    "router parameter": (QWEN, {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
     "router module": ("hunyuan_v1_moe", {"target_modules": ["wg"]}),
-    "saved router": (QWEN, {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}),
     "saved block": (QWEN, {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
 }
 

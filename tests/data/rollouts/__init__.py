@@ -1,1 +1,0 @@
-"""Files of logged rollouts, written by their hosts' own functions; see README.md."""
