@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
-from mismatch_ext.adapters.trl.rows import Ids, Rows, prompts_of
+from mismatch_ext.adapters.trl.rows import Rows, prompts_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -38,13 +38,8 @@ class ScoreReplay(RouteReplay):
         self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str
     ) -> Iterator[None]:
         """Run the forward pass of a padded micro-batch under the routes of its rows."""
-        real = attention_mask.cpu().bool()
-        tokens, completions = real.sum(1).tolist(), real[:, -length:].any(1).tolist()
-        fitting = [
-            trace if completion else without_completion(trace, count)
-            for trace, count, completion in zip(traces, tokens, completions, strict=True)
-        ]
-        trace, recorded = align(fitting, attention_mask)
+        rows = zip(traces, attention_mask.cpu(), strict=True)
+        trace, recorded = align([fitted(trace, row, length) for trace, row in rows], attention_mask)
         with self.replaying(model, trace, recorded, real=attention_mask.bool().flatten(), split=split):
             yield
 
@@ -104,10 +99,10 @@ def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Ten
     )
 
 
-def share(traces: Sequence[RoutingTrace], prompts: Sequence[Ids]) -> list[RoutingTrace]:
+def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
     """Store the routes of a prompt once for all of its completions."""
-    keys = [np.asarray(prompt, dtype=np.int64).tobytes() for prompt in prompts]
-    return share_prompts(traces, [len(prompt) for prompt in prompts], keys)
+    keys = [tuple(prompt) for prompt in prompts]
+    return share_prompts(traces, [len(prompt) for prompt in keys], keys)
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
@@ -122,8 +117,11 @@ def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
     return traces
 
 
-def without_completion(trace: RoutingTrace, tokens: int) -> RoutingTrace:
-    """Drop the routes of a completion that `mask_truncated_completions` has turned into padding after `tokens` others."""
+def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
+    """Drop a completion's routes where `mask_truncated_completions` has turned the completion into padding."""
+    if bool(mask[-length:].any()):
+        return trace
+    tokens = int(mask.sum())
     if not trace.rows and trace.tokens is not None:
         start = min(trace.start, tokens)
         return replace(trace, start=start, tokens=trace.tokens[:start])

@@ -163,7 +163,6 @@ class Scoring:
             shape = self.routing.layout.shape
             known = []
             routes = []
-            prompts = []
             for key, record in zip(keys, batch.records, strict=True):
                 trace = record.routing
                 if trace is None:
@@ -171,8 +170,7 @@ class Scoring:
                 if is_of(trace, record.token_ids):
                     known.append(key)
                     routes.append(trace)
-                    prompts.append(record.prompt_ids)
-            batch.table.add(known, routes=share(routes, prompts))
+            batch.table.add(known, routes=share(routes, [tokens_of(key)[0] for key in known]))
 
     @property
     def _vocabulary(self) -> int:
@@ -314,23 +312,19 @@ class Scoring:
                     # TRL took no pass over the batch's tokens that R2 could record.
                     batch.policy = again()
                 self.routing.others[self.run.split] += max(batch.recorded - 1, 0)
-            error = RoutingError(_OTHER_TOKENS.format("routes", self._routing_section))
-            unknown = self._judge(keys, table.routes, bad, error)
-            table.add(unknown, routes=[self._no_routes(key) for key in unknown])
+            self._judge(keys, table.routes, bad, RoutingError(_OTHER_TOKENS.format("routes", self._routing_section)))
+            table.add(keys, routes=[self._no_routes(key) for key in keys])
         if self.masking is not None:
-            unknown = self._judge(keys, table.supports, bad, RecordError(_OTHER_TOKENS.format("masks", MASKS)))
-            table.add(unknown, supports=[self._no_support(key) for key in unknown])
+            self._judge(keys, table.supports, bad, RecordError(_OTHER_TOKENS.format("masks", MASKS)))
+            table.add(keys, supports=[self._no_support(key) for key in keys])
 
-    def _judge(
-        self, keys: Sequence[RowKey], known: Mapping[RowKey, Any], bad: BadRows, error: MismatchError
-    ) -> list[RowKey]:
-        """Call rows bad that are not known, and return their keys; raise the error if none is known."""
+    def _judge(self, keys: Sequence[RowKey], known: Mapping[RowKey, Any], bad: BadRows, error: MismatchError) -> None:
+        """Call rows bad that are not known; raise the error if none is."""
         unknown = [row for row, key in enumerate(keys) if key not in known]
         if len(unknown) == len(keys):
             raise error
         for row in unknown:
             bad.add(row, "tokens", f"row {row}: {error}")
-        return [keys[row] for row in unknown]
 
     def supports_of(self, output: Mapping[str, Any]) -> list[TokenSupport]:
         """Return the masks of each row of a batch that is settled."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -187,10 +186,7 @@ class RoutingTrace:
     def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
         """Return the trace with its sequence's ids, which replay compares with a pass; raises RoutingError if they do not fit."""
         end = self.start + self.rows
-        if not isinstance(ids, Tensor):
-            # A list becomes an array in half the time that it takes to become a tensor.
-            ids = torch.from_numpy(np.array(ids, dtype=np.int64))
-        tokens = ids.flatten()[:end].to(torch.int32)
+        tokens = torch.as_tensor(ids).flatten()[:end].to(torch.int32)
         if len(tokens) < end:
             raise RoutingError(
                 f"{len(tokens)} token ids for a routing trace that ends before position {end}; give the whole sequence's."
