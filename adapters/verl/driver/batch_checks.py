@@ -108,8 +108,8 @@ def check_settings(batch: Any, step: int, expected: SamplingSettings, penalty: f
                     continue
                 if name in NEUTRAL:
                     raise RecordError(
-                        f"rollout {key} of step {step} was sampled with {name}={value:g}, which the trainer's scores do not know; "
-                        f"allowed: {scored[name]:g}. Let the agent loop pass on the settings that verl gives it."
+                        f"rollout {key} of step {step} was sampled with {name}={value:g}, which the trainer does not "
+                        f"know of; allowed: {scored[name]:g}. Let the agent loop pass on the settings that verl gives it."
                     )
                 raise RecordError(
                     f"rollout {key} of step {step} was sampled with {name}={value:g}, and the trainer scores it with "

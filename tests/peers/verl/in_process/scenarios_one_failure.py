@@ -1,4 +1,4 @@
-"""Small failures in verl's workers and driver, each by itself: a rank's pass, a NaN, a request's settings, a batch of bad rows."""
+"""Small failures in verl's workers and driver: a rank's pass, a NaN, a request's settings, a batch of bad rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,12 @@ def settings_of_requests() -> list[str]:
     found = []
     expected = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1)
     neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0}
-    cases: list[dict[str, float]] = [neutral, *({**neutral, name: 0.1} for name in neutral), {"presence_penalty": -0.5}, {}]
+    cases: list[dict[str, float]] = [
+        neutral,
+        *({**neutral, name: 0.1} for name in neutral),
+        {"presence_penalty": -0.5},
+        {},
+    ]
     for given in cases:
         conversation = Conversation()
         conversation.note_settings(given)
