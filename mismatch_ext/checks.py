@@ -5,9 +5,9 @@ Every check that could end a run is called inside a block of one `Checks`:
     with checks.checking("weight_sync"):
         checker.raise_for(verdict)
 
-If the config acts, the block has no effect. Otherwise an error of this package, which is also what an engine's failure becomes
-(`mismatch_ext.errors.asking_engine`), is caught. It is warned of once, counted, and written to the run's metrics file. Any other
-exception is a bug of ours or the host's own, and leaves the block. The host's code never runs in such a block.
+If the config acts, the block has no effect. Otherwise an error is caught, be it of this package, of an engine, or a bug. It
+is warned of once, counted, and written to the run's metrics file. The host's code never runs in such a block, so that its errors
+stay errors.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class Checks:
         """Run a check; if the config does not act, its error is noted, and the run goes on after the block."""
         try:
             yield
-        except MismatchError as error:
+        except Exception as error:
             if self.acts:
                 raise
+            # A config that only measures ends nothing, not even if this package or a peer of another version is at fault.
             self.note(check, f"{type(error).__name__}: {error}")
 
     @contextmanager

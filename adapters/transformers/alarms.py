@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,23 @@ class AlarmCallback(TrainerCallback):
 
     def __init__(self, log: Callable[[], RunLog]) -> None:
         self._log = log
+        self._trainer: Any = None
+        self._finite_total = 0.0  # sum of the losses of all logs before one that was not finite
         self._unsaved = False
         self._filtered: bool | None = None
         self.left_out: dict[str, Any] = {}
 
     def install(self, trainer: Any) -> None:
         """Make this the first callback of a trainer, before its loggers."""
+        self._trainer = trainer
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the trainer log losses as they are."""
-        self._unsaved = False
-        if self._log().checks.acts:
+        """Make the trainer log losses as they are, if this knows the trainer."""
+        self._unsaved, self._finite_total = False, 0.0
+        if self._log().checks.acts and self._trainer is not None:
             # transformers logs 0 for a loss that is NaN, unless told not to.
             self._filtered, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
 
@@ -68,12 +72,24 @@ class AlarmCallback(TrainerCallback):
             return
         log = self._log()
         if is_of_step(logs):  # otherwise an evaluation, the sum of a training that has ended, or a user's
+            self._forget_broken_loss(logs["loss"])
             if log.watch(state.global_step, logs) is not None:
                 self._unsaved = True
                 control.should_training_stop = control.should_save = True
             logs |= log.raised()
         shown = log.shown(logs)
         self.left_out = {name: logs.pop(name) for name in [*logs] if name not in shown}
+
+    def _forget_broken_loss(self, loss: float) -> None:
+        """Take a loss that is not finite out of the trainer's sums, which would keep it in every later log."""
+        if self._filtered is None:
+            return
+        if math.isfinite(loss):
+            self._finite_total = self._trainer._total_loss_scalar
+            return
+        # transformers subtracts the sum from itself, and NaN - NaN is no 0.
+        self._trainer._tr_loss.zero_()
+        self._trainer._total_loss_scalar = self._finite_total
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say where the checkpoint of a stop was saved."""

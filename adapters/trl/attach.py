@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
@@ -35,7 +36,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.errors import ConfigError, RecordError, WeightSyncError
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import RolloutRecord
@@ -105,6 +106,19 @@ class Noted(CheckedGeneration):
             yield
         finally:
             self._kept = self._refused = None
+        with self.checks.checking("weight_sync"):
+            self._check_sent()
+
+    def _check_sent(self) -> None:
+        """Refuse a batch that was sampled after the trainer's weights had changed without an update; all ranks do so together."""
+        if not self.verifies:
+            return
+        moved = torch.tensor(float(self.verifier.moved()))
+        if bool(self.run.ranks.sum(moved)):
+            raise WeightSyncError(
+                "the trainer's weights have changed since the engine got them, and this batch was sampled without an update. A "
+                "checkpoint was loaded (load_best_model_at_end), or a subclass generates without vllm_generation.sync_weights()."
+            )
 
 
 class Attached(TrainerRun):
@@ -122,7 +136,7 @@ class Attached(TrainerRun):
 
     def __init__(self, trainer: Any, block: MismatchConfig, patches: Sequence[Mapping[str, Any]] = ()) -> None:
         with together(AcceleratorRanks(PartialState())):
-            super().__init__(trainer, block, trainer.args.output_dir)
+            super().__init__(trainer, block, trainer.args)
         check_device(trainer.accelerator.device.type, block, engine=trainer.use_vllm)
         self.patches = [dict(patch) for patch in patches]
         self.temperature = trainer.temperature

@@ -360,13 +360,19 @@ def multiplies_by_ratio(probe: Probe) -> None:
 
 
 def filters_policy_term(probe: Probe) -> None:
-    """A threshold leaves out the policy term of bad responses that are far off: the `opsm` preset sets it."""
+    """A threshold leaves out the policy term of bad responses that are further off: the `opsm` preset sets it."""
     mask = INPUTS["completion_mask"]
     distance = ((OF_GRPO["sampling_per_token_logps"] - LOGPS) * mask).sum(1) / mask.sum(1)
-    stays = (INPUTS["advantages"] >= 0) | (distance <= FAR_OFF["off_policy_mask_threshold"])
-    plain, filtered = (probe.slopes({**case, **UNWEIGHED}).of_logps for case in ({}, FAR_OFF))
-    lost = "leaves out the policy term of responses beyond off_policy_mask_threshold"
-    probe.expect(filtered, plain * stays[:, None], FAR_OFF, lost)
+    near, middle, far = distance.sort().values.tolist()
+    good_and_bad = torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64)
+    for advantages in (-torch.ones_like(distance), good_and_bad):
+        for threshold in ((near + middle) / 2, (middle + far) / 2):
+            case: Case = {**UNWEIGHED, "inputs.advantages": advantages}
+            limited: Case = {**case, "off_policy_mask_threshold": threshold}
+            stays = (advantages >= 0) | (distance <= threshold)
+            wanted = probe.slopes(case).of_logps * stays[:, None]
+            lost = "leaves out the policy term of responses beyond off_policy_mask_threshold"
+            probe.expect(probe.slopes(limited).of_logps, wanted, limited, lost)
 
 
 def needs_no_ratio_when_off(probe: Probe) -> None:

@@ -226,7 +226,7 @@ class CheckedGeneration:
             bad: The rows whose routes or masks could not be read.
             known: Arguments of `to_records`.
         """
-        prompt_ids, completion_ids, logprobs, _ = result
+        prompt_ids, completion_ids, logprobs, *_ = result
         sampled = [[top[0] for top in row] for row in logprobs]
         provenance = self.provenance()
         batch = ColumnBatch(

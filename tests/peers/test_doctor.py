@@ -107,6 +107,15 @@ def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
     assert written["verdict"] == verdict and any(said in note for note in written["notes"])
 
 
+def test_no_two_responses_draw_with_the_same_noise() -> None:
+    from mismatch_ext.adapters.vllm.doctor import seeded
+    from vllm import SamplingParams
+
+    each = seeded(SamplingParams(n=3, seed=5), 4)
+    # vLLM seeds response i of a request by seed + i.
+    assert [params.seed for params in each] == [5, 8, 11, 14]
+
+
 def flags(lines: list[str]) -> set[str]:
     """Return the long options that lines name."""
     return {flag for line in lines for flag in re.findall(r"(?<!\S)(--[a-z][a-z0-9-]+)", line)}

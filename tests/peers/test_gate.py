@@ -19,7 +19,6 @@ def check(found: dict[str, Any], admitted: dict[str, bool]) -> None:
     for name, passes in admitted.items():
         page = found[name]["page"]
         assert found[name]["status"] == (0 if passes else 1) and found[name]["passes"] == passes, page
-        assert len(page.splitlines()) <= 60
 
 
 @pytest.mark.engine

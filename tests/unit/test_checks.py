@@ -60,12 +60,16 @@ def test_otherwise_it_is_counted_and_warned_of_once() -> None:
     assert [failed.check for failed in checks.unwritten] == ["weight_sync"] * 3
 
 
-@pytest.mark.parametrize("bug", [TypeError, OtherRankError, KeyboardInterrupt])
-def test_what_is_not_an_error_of_this_package_is_no_failed_check(bug: type[BaseException]) -> None:
+@pytest.mark.parametrize("bug", [TypeError, OtherRankError])
+def test_a_config_that_only_measures_ends_nothing_also_if_this_package_is_at_fault(bug: type[Exception]) -> None:
     checks = Checks(False)
-    with pytest.raises(bug), checks.checking("any"):
+    with pytest.warns(UserWarning, match=bug.__name__), checks.checking("any"):
         raise bug("a bug")
-    assert not checks.counts
+    assert checks.counts["any"] == 1
+    with pytest.raises(bug), Checks(True).checking("any"):
+        raise bug("a bug")
+    with pytest.raises(KeyboardInterrupt), checks.checking("any"):
+        raise KeyboardInterrupt
 
 
 def test_what_an_engine_raises_is_an_error_of_the_engine() -> None:

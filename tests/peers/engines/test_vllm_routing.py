@@ -43,11 +43,6 @@ def test_every_token_is_routed_as_transformers_routes_it(ways: dict[str, Any], w
     assert WAYS[way](found), found
 
 
-def test_the_layer_axis_has_dense_layers_too(ways: dict[str, Any]) -> None:
-    # 4 layers, of which the second is dense; 4 experts per token.
-    assert ways["plain"]["shape"] == [4, 4] and ways["plain"]["dtype"] == "uint8"
-
-
 @pytest.fixture(scope="module")
 def update(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Update the weights of one engine, with and without a reset of its prefix cache."""
