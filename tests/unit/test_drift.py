@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_drift_and_gap_measure_the_same_rows_where_only_some_are_drawn() -> None
     generator = torch.Generator().manual_seed(0)
     old, rollout = (torch.randn(4, 6, generator=generator) for _ in range(2))
     mask, means = torch.ones(4, 6, dtype=torch.bool), torch.tensor([True, False, False, True])
-    given = {"old": old, "rollout": rollout, "mask": mask, "means": means}
+    given: dict[str, Any] = {"old": old, "rollout": rollout, "mask": mask, "means": means}
     whole = gap_metrics(gap_sums(**given))
     parts = drift_metrics(drift_sums(**given, versions=torch.full((4, 6), 3), scoring=3))
     assert parts["numerics/k3_kl"] == whole["k3_kl"]
