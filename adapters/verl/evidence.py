@@ -73,13 +73,14 @@ class StoredBatch:
         if provenance is not None and version is not None:
             provenance = replace(provenance, weight_version=version)
         (values,) = _values(data, 1)
+        scores: dict[str, Any] = {name: None if array is None else array.tolist() for name, array in values.items()}
         return EvidenceRow(
             prompt_ids=prompt.tolist(),
             response_ids=response.tolist(),
             provenance=provenance,
             routes=self._routes(data.get(FIELD, None), torch.cat([prompt, response]), key),
             sampled_after=version,
-            **{name: None if array is None else array.tolist() for name, array in values.items()},
+            **scores,
         )
 
     def _fetched(self, keys: Sequence[str], names: Sequence[str]) -> Any:
