@@ -202,8 +202,9 @@ class EngineReplay(RouteReplay):
         self._split, self._records = REFERENCE if reference or drifted else TRAIN, records
         self._prepared = 0
         try:
+            # The pass meets other ranks in collectives of its own: a rank whose pass fails must not meet them here.
+            yield run
             with together(WORLD):
-                yield run
                 if self._prepared < len(data):
                     raise ReplayError(
                         f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
