@@ -905,6 +905,7 @@ class Run:
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["run"]["step"])
         self._pending.take()  # these metrics belong to steps that are undone
+        self._required = Required(self.block)  # and so do batches of which a verb is missing yet
         self._biases = torch.zeros_like(self._biases)
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)

@@ -136,7 +136,7 @@ class Attached(TrainerRun):
 
     def __init__(self, trainer: Any, block: MismatchConfig, patches: Sequence[Mapping[str, Any]] = ()) -> None:
         with together(AcceleratorRanks(PartialState())):
-            super().__init__(trainer, block, trainer.args.output_dir)
+            super().__init__(trainer, block, trainer.args)
         check_device(trainer.accelerator.device.type, block, engine=trainer.use_vllm)
         self.patches = [dict(patch) for patch in patches]
         self.temperature = trainer.temperature

@@ -100,20 +100,21 @@ class TrainerRun:
     temperature: float  # that the trainer scores with
     _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
-    def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
+    def __init__(self, trainer: Any, block: MismatchConfig, arguments: Any) -> None:
+        # A trainer that is not constructed yet has no `args`.
         self.trainer, self.block = trainer, block
         self.checks = Checks(block.acts)
         self.ranks = AcceleratorRanks(PartialState())
         self.log = RunLog(
             block,
-            run_folder(block.monitor, Path(output_dir)),
+            run_folder(block.monitor, Path(arguments.output_dir)),
             info=self.info,
             step=lambda: self.step,
             names=TRL,
             ranks=self.ranks,
             checks=self.checks,
         )
-        self._keep_prompts_private()
+        self._keep_prompts_private(arguments)
         self.alarms = AlarmCallback(lambda: self.log)
         self.lr: LrCallback | None = None
         self.grid: GridWatch | None = None
@@ -127,19 +128,20 @@ class TrainerRun:
         self._unwritten: list[tuple[str, str, str]] = []  # events
         self._checkpoint: str | None = None  # that the training goes on from
 
-    def _keep_prompts_private(self) -> None:
+    def _keep_prompts_private(self, arguments: Any) -> None:
         """Keep no evidence in a folder that transformers uploads to the Hub: it holds whole prompts and answers."""
-        arguments = self.trainer.args
         output = Path(arguments.output_dir).resolve()
         if self.log.evidence is None or not arguments.push_to_hub:
             return
         if self.log.run_dir.resolve().is_relative_to(output):
             self.log.evidence = None
-            self.warn(
-                "evidence",
+            message = (
                 f"push_to_hub uploads {output}. Evidence there would hold whole prompts and answers, so none is kept. To keep "
-                "it, set mismatch.monitor.run_dir to a folder elsewhere.",
+                "it, set mismatch.monitor.run_dir to a folder elsewhere."
             )
+            warnings.warn(message, stacklevel=3)
+            # A trainer that is not constructed yet cannot say its step.
+            self.log.event("warning", "evidence", message, step=0)
 
     @property
     def scored_sampling(self) -> SamplingSettings:

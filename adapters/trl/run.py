@@ -90,7 +90,7 @@ class TrlRun(TrainerRun):
     reads_more: str | None = None  # a warning of what TRL's loss reads beside what is known
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
-        super().__init__(trainer, block, config.output_dir)
+        super().__init__(trainer, block, config)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
         self.centering = Centering(self, block)

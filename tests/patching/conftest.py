@@ -40,8 +40,6 @@ FILES = {
     "upst/__init__.py": "",
     "upst/core.py": CORE,
     "upst/user.py": "from upst.core import greet\n",
-    "upst/broken.py": "import not_installed_anywhere\n",
-    "upst/lazy.py": "def __getattr__(name):\n    from upst.core import greet\n    return greet\n",
     "upst-1.2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: upst\nVersion: 1.2.0+cpu\n",
 }
 

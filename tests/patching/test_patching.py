@@ -13,8 +13,7 @@ import pytest
 
 from mismatch_ext import versions
 from mismatch_ext.errors import PatchDriftError, PatchError, UntestedVersionWarning
-from mismatch_ext.patching import MARKER, Patch, active_patches, applied, apply, described, digest_of, revert, verify
-from tests.patching.conftest import bang
+from mismatch_ext.patching import Patch, active_patches, applied, apply, described, digest_of, revert, verify
 
 TARGETS = ("greet", "Base.method", "Base.static", "Base.named", "Child.method", "Engine")
 
@@ -52,10 +51,6 @@ def test_blocks_nest_and_the_last_one_restores(upstream: Any) -> None:
             assert upstream.core.greet() == "!stock you" and len(active_patches()) == 2
         assert upstream.core.greet() == "!stock you" and upstream.core.Base().method() == "method"
         raise KeyError("inside")
-    upstream.assert_same(before)
-    apply(patch)
-    assert getattr(upstream.core.greet, MARKER) == "upst/greet"
-    revert(patch)
     upstream.assert_same(before)
 
 
@@ -121,18 +116,6 @@ def test_nothing_stays_patched_when_the_second_of_three_fails(upstream: Any, fai
     assert active_patches() == [] and upstream.core.Base().method() == "method"
     with applied(first, third):
         assert upstream.core.Base().method() == "!method"
-
-
-def test_nothing_is_written_before_all_are_probed_and_built(upstream: Any) -> None:
-    seen = []
-
-    def look(original: Any) -> Any:
-        seen.append((upstream.core.greet(), upstream.core.Base().method()))
-        return bang(original)
-
-    with applied(*(upstream.patch(f"upst.core:{target}", make=look) for target in ("greet", "Base.method"))):
-        pass
-    assert seen == [("stock you", "method")] * 2
 
 
 def test_a_patch_without_probe_and_effect_is_no_patch(upstream: Any) -> None:
@@ -256,24 +239,22 @@ def test_descriptions_are_the_same_before_and_while_patches_are_in_place(upstrea
     assert digest_of(rows) == digest_of(rows[::-1]) != digest_of(rows[:1])
 
 
-def test_a_digest_changes_with_what_it_stands_for_and_not_with_prose(upstream: Any, upstream_dir: Any) -> None:
-    def digest(target: str = "upst.core:greet", **changes: Any) -> str:
-        return described(upstream.patch(target, name="upst/greet", **changes))[0]["digest"]
-
-    def handled(make: Any, handler: Any) -> str:
-        return described(upstream.patch("upst.core:greet", make=make).calling(handler))[0]["digest"]
+def test_a_digest_changes_with_what_it_stands_for_and_not_with_prose(upstream: Any) -> None:
+    def digest(target: str = "upst.core:greet", handler: Any = None, **changes: Any) -> str:
+        patch = upstream.patch(target, name="upst/greet", **changes)
+        return described(patch if handler is None else patch.calling(handler))[0]["digest"]
 
     base = digest()
     assert digest(reason="Said in other words.", supports="==1.2.0") == base
     others = {
-        digest("upst.core:Base.method"), digest(make=added_nothing), digest("upst.core:Base.static"),
-        handled(answered, upper), handled(answered, title),
-        handled(add, (("dtype", "float16"),)), handled(add, (("dtype", "bfloat16"),)),
-    }  # fmt: skip
-    metadata = upstream_dir / "upst-1.2.0.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("1.2.0+cpu", "1.1.9"))
-    others.add(digest(make=louder) if digest() == base else digest())
-    assert len({base, *others}) == 9
+        digest("upst.core:Base.method"),
+        digest(make=added_nothing),
+        digest(make=answered, handler=upper),
+        digest(make=answered, handler=title),
+        digest(make=add, handler=(("dtype", "float16"),)),
+        digest(make=add, handler=(("dtype", "bfloat16"),)),
+    }
+    assert len({base, *others}) == 7
 
 
 # --- orders of importing and patching, in fresh processes ---

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sums
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.metrics_file import SegmentFile
 from mismatch_ext.names import TRL
+from mismatch_ext.sums import Sums
 
-POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
-PROBABILITY_EDGES = (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1)
 # Spread of the per-token difference per dtype; 3 mantissa bits, a factor of 8, part the half precisions.
 SPREAD = {"bf16": 4e-2, "fp16": 5e-3, "fp32": 4e-6}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -51,37 +52,13 @@ def tokens(rng: np.random.Generator, spread: float, sequences: int, length: int)
     return rollout, np.minimum(rollout + difference, 0.0)
 
 
+def sums_of(rollout: np.ndarray, old: np.ndarray) -> Sums:
+    return gap_sums(old=torch.from_numpy(old), rollout=torch.from_numpy(rollout), mask=torch.ones(old.shape))
+
+
 def metrics(rollout: np.ndarray, old: np.ndarray) -> dict[str, float]:
-    difference = old - rollout
-    ratio, sequence = np.exp(difference), difference.sum(axis=1)
-    weight = np.exp(sequence)
-    values = {
-        "tokens": float(difference.size),
-        "sequences": float(len(sequence)),
-        "logp_abs_diff_mean": np.abs(difference).mean(),
-        "logp_abs_diff_max": np.abs(difference).max(),
-        "kl": -difference.mean(),
-        "k3_kl": (np.expm1(difference) - difference).mean(),
-        "seq_kl": -sequence.mean(),
-        "seq_k3_kl": (np.expm1(sequence) - sequence).mean(),
-        "f_1.1": (np.maximum(ratio, 1 / ratio) > 1.1).mean(),
-        "f_2": (np.maximum(ratio, 1 / ratio) > 2).mean(),
-        "ess_token": ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()),
-        "ess_seq": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
-        "support_truncated": 0.0,
-    }
-    return {f"mismatch/{name}": float(value) for name, value in values.items()}
-
-
-def profile(values: np.ndarray, difference: np.ndarray, edges: tuple[float, ...]) -> dict[str, Any]:
-    columns: dict[str, list[Any]] = {"count": [], "abs_diff_mean": [], "abs_diff_max": [], "k3_mean": []}
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
-        inside = difference[(values >= low) & ((values < high) | ((high == edges[-1]) & (values == high)))]
-        columns["count"].append(inside.size)
-        columns["abs_diff_mean"].append(float(np.abs(inside).mean()) if inside.size else None)
-        columns["abs_diff_max"].append(float(np.abs(inside).max()) if inside.size else None)
-        columns["k3_mean"].append(float((np.expm1(inside) - inside).mean()) if inside.size else None)
-    return {"edges": list(edges), **columns}
+    found = gap_metrics(sums_of(rollout, old), support_truncated=False)
+    return {f"mismatch/{name}": value for name, value in found.items()}
 
 
 def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True, seed: int = 0, **changes: Any) -> Path:
@@ -118,13 +95,7 @@ def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True,
 
 
 def write_profiles(stream: SegmentFile, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train") -> None:
-    difference = old - rollout
-    position = np.broadcast_to(np.arange(rollout.shape[1]), rollout.shape)
-    profiles = {
-        "position": profile(position, difference, POSITION_EDGES),
-        "probability": profile(np.exp(rollout), difference, PROBABILITY_EDGES),
-    }
-    stream.profile(step, profiles, split)
+    stream.profile(step, gap_profiles(sums_of(rollout, old)), split)
     stream.scatter(step, old=old.ravel()[:300].tolist(), rollout=rollout.ravel()[:300].tolist(), split=split)
 
 

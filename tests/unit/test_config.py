@@ -170,14 +170,6 @@ def test_a_key_that_is_given_twice_is_named(text: str, words: list[str]) -> None
     refused(lambda: MismatchConfig.parse(text), "given twice", *words)
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [("fp16", "float16"), ("torch.float16", "float16"), (16, "float16")],
-)
-def test_another_name_of_a_dtype_is_understood_in_the_error(written: object, meant: str) -> None:
-    refused(lambda: MismatchConfig.parse({"precision": {"dtype": written}}), f"{written!r}", f"Did you mean '{meant}'")
-
-
 def test_a_block_with_every_section_is_read_without_torch() -> None:
     block = {
         **{"precision": {"dtype": "float16"}, "correction": {"preset": "token_truncate"}, "kl": {"estimator": "k3"}},

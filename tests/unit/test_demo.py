@@ -36,3 +36,5 @@ def test_the_planted_fault_is_named_and_confirmed(printed: str, folder: Path) ->
     assert (cause["key"], cause["status"]) == ("repetition_penalty", "confirmed")
     assert cause["parameter"] == pytest.approx(PENALTY, abs=1e-3)
     assert f"repetition_penalty {PENALTY}" in printed and "repetition_penalty: 1.0" in printed
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"repetition_penalty {PENALTY}" in page and "<script" not in page

@@ -86,19 +86,8 @@ def _nan(row: dict[str, Any], number: int) -> None:
     row["rollout_logprobs"][5] = None if number == 4 else row["rollout_logprobs"][5]
 
 
-SPECIAL = (
-    *(
-        "begins at token",
-        "one-sided",
-        "responses hold",
-        "mask:",
-        "weight version",
-        "placeholder:",
-        "grid:",
-        "settings:",
-    ),
-    *("where: the", "kept:", "lag:", "not finite:"),
-)
+SPECIAL = ("begins at token", "one-sided", "responses hold", "mask:", "weight version", "placeholder:", "grid:",
+           "settings:", "where: the", "kept:", "lag:", "not finite:")  # fmt: skip
 
 
 @pytest.mark.parametrize(

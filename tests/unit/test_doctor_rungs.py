@@ -6,26 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
 LEFT = "prompts padded on the left, without position_ids"
 
 
-def said_by(decode: np.ndarray, prefill: np.ndarray | None, batches: float = 0.0) -> Engine:
+def said_by(decode: np.ndarray, prefill: np.ndarray, batches: float = 0.0) -> Engine:
     noise = np.full(64, batches)
     rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
     return Engine(rungs=rungs, decode=decode, prefill=prefill)
 
 
-def stale_decode(*, size: float = 0.2, batches: float = 0.0, same: bool = True) -> Diagnosis:
+def stale_decode(*, size: float = 0.2, batches: float = 0.0) -> Diagnosis:
     """Diagnose an engine whose decode has other weights than its prefill."""
     sample, scores = drawn(extra=lambda z: drift(z, size))
     prefill = scores.own
-    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill if same else None, batches))
+    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill, batches))
 
 
 def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> None:
@@ -96,3 +97,10 @@ def test_the_largest_gap_is_taken_apart() -> None:
     assert sum(found.largest.parts.values()) == pytest.approx(found.largest.gap, rel=1e-9)
     assert found.largest.gap == pytest.approx(2.0, abs=0.1) and "largest gap, +2.0" in report(found)
     assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_block_that_stands_out_is_named_by_layer_and_kind() -> None:
+    blocks = [Block(layer=at, kind="mlp", error=1.1e-3, own=1e-3) for at in range(3)]
+    assert "no block stands out" in summary(blocks)
+    wrong = Block(layer=3, kind="mlp", error=8e-3, own=1e-3)
+    assert summary([*blocks, wrong]) == "largest at layer 3, mlp: 8.0 of rounding's; 1 of 4 blocks"

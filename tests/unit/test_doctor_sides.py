@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.command import as_logged
 from mismatch_ext.adapters.doctor.examining import _try_remedies
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
-from mismatch_ext.adapters.doctor.sides import Run, in_live_dtype
+from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.doctor import conclude, gather, report
 from mismatch_ext.errors import ConfigError
@@ -68,14 +68,6 @@ def test_a_dtype_among_the_engines_arguments_is_the_dtype_that_is_judged(given: 
     hosted = asked_of(engine_parsed(*given), host)
     assert hosted.run.dtype == "float32" and "dtype" not in hosted.run.arguments
     assert hosted.run.trainer_dtype == (trainer if "--trainer-dtype" in given else "bfloat16")
-
-
-def test_a_running_engine_is_judged_in_the_dtype_that_it_computes_in() -> None:
-    run = Run(model="m", dtype="bfloat16", trainer_dtype="bfloat16")
-    assert in_live_dtype(run, "bfloat16") == (run, ())
-    live, notes = in_live_dtype(run, "float32")
-    assert (live.dtype, live.trainer_dtype) == ("float32", "bfloat16")
-    assert notes == ("the engine computes in float32, and bfloat16 was asked for: it is judged in float32",)
 
 
 @pytest.mark.parametrize("sampling", [{"structured_outputs": {"json": {}}}, {"regex": "[0-9]+"}])

@@ -144,12 +144,9 @@ def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
     assert apart("", scores) == diagnose(sample, scores)
 
 
-def against_logged(
-    sample: Sample, scores: Scores, logged: np.ndarray, *, scored_late: bool = False, hints: tuple[str, ...] = ()
-) -> Diagnosis:
+def against_logged(sample: Sample, scores: Scores, logged: np.ndarray, *, scored_late: bool = False) -> Diagnosis:
     """Diagnose a log that holds its trainer's log-probabilities."""
     evidence = gather(sample, scores)
-    evidence.hints += hints
     evidence.logged = compare_logged(sample, scores, logged, scored_late=scored_late)
     return conclude(evidence)
 

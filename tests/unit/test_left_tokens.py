@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError
-from mismatch_ext.sampling_mask import PENDING, LeftTokens, TokenSupport, supports_of
+from mismatch_ext.sampling_mask import LeftTokens, TokenSupport
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
 
@@ -65,36 +64,6 @@ def test_arrays_give_the_masks_and_the_errors_that_lists_give() -> None:
     assert 100 < errors < 500
 
 
-def test_responses_read_together_have_the_masks_and_the_errors_of_each_alone() -> None:
-    generator = np.random.default_rng(2)
-    refused = 0
-    for _ in range(300):
-        asked, vocabulary = 8, 20
-        lengths = generator.integers(0, 4, size=int(generator.integers(1, 6)))
-        responses = []
-        for length in (*lengths, PENDING + 1):
-            ids, logprobs = drawn(generator, int(length), vocabulary, asked)
-            logprobs[generator.random(len(ids)) < 0.95, 4:] = -math.inf
-            responses.append(LeftTokens())
-            for row in range(len(ids)):
-                responses[-1].take(ids[row : row + 1], logprobs[row : row + 1])
-        try:
-            alone = [
-                each.support(asked=asked, vocabulary=vocabulary, name=str(row)) for row, each in enumerate(responses)
-            ]
-        except RecordError as error:
-            with pytest.raises(RecordError, match=re.escape(str(error))):
-                supports_of(responses, asked=asked, vocabulary=vocabulary)
-            refused += 1
-            continue
-        together = supports_of(responses, asked=asked, vocabulary=vocabulary)
-        for one, other in zip(alone, together, strict=True):
-            assert one.ids.equal(other.ids) and one.offsets.equal(other.offsets)
-            assert one.ids.dtype == other.ids.dtype and other.ids.untyped_storage().nbytes() == other.ids.nbytes
-    assert 50 < refused < 280
-    assert supports_of([], asked=8, vocabulary=20) == []
-
-
 def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned() -> None:
     # With tensor parallelism each rank has the outputs of all, and TRL takes its own.
     outputs, completions = [], []
@@ -110,9 +79,3 @@ def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned
     assert [one.ids.tolist() for one in supports if one is not None] == [[1, 2], [1, 4]] and handed is result
     with pytest.raises(RecordError, match=r"rollout 0: its tokens are not those of an output of LLM\.generate"):
         masks.of((result[0], [[2], [4]], *result[2:]), outputs, BadRows(2))
-
-
-def test_without_the_patch_masks_are_those_of_trls_lists() -> None:
-    lists = ([[5]], [[4]], [[[-0.3, -1.0, -math.inf]]], [[[4, 1, 0]]])
-    supports, handed = EngineMasks(asked=3, vocabulary=9).of(lists, None, BadRows(1))
-    assert supports[0] is not None and supports[0].ids.tolist() == [1, 4] and handed[2:] == ([[[-0.3]]], [[[4]]])

@@ -118,15 +118,8 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert "measures, and changes nothing in, a loop" in said and "training completed after 1 step" in said
 
 
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        ({}, "mismatch/k3_kl"),
-        ({"alarms": {"seq_kl": {"above": 9}}}, "mismatch/seq_kl"),
-        ({"metrics": "all"}, "mismatch/seq_kl"),
-    ],
-)
-def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked: Any, shown: str) -> None:
+@pytest.mark.parametrize("asked", [{}, {"alarms": {"seq_kl": {"above": 9}}}, {"metrics": "all"}])
+def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked: dict[str, Any]) -> None:
     block = MismatchConfig.parse({"monitor": asked})
     assert block is not None
     log = RunLog(block, tmp_path, info=Run(tmp_path).info, step=lambda: 1)
@@ -134,11 +127,8 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     log.sums.add_gap("train", **logprobs(0.5))
     logged = log.log(1, {"reward": 0.25})
     whole = read_run(tmp_path).steps[0].metrics
-    assert whole.keys() == {"reward", *logged.metrics}
-    assert {"mismatch/seq_kl", "mismatch/alarms_raised"} <= whole.keys()
-    assert shown in log.shown(whole)
-    if not asked:
-        assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
+    assert whole.keys() == {"reward", *logged.metrics} and "mismatch/k3_kl" in log.shown(whole)
+    assert ("mismatch/seq_kl" in log.shown(whole)) == bool(asked)
 
 
 USERS_OWN = (
@@ -185,25 +175,6 @@ def test_an_evaluation_is_a_segment_that_ends_once(tmp_path: Path) -> None:
     evaluate(run, 7, "eval/long")  # which does not make up for the one that failed
     data = read_run(tmp_path)
     assert (data.ending.status, data.ending.message) == ("failed", "ValueError: gone")
-    assert [header["of"] for header in data.headers] == ["evaluation"] * 3
-    assert data.splits == ["eval/familiar", "eval/long", "eval/unfamiliar"]
-
-
-def test_the_training_counts_whatever_was_evaluated_before_or_after_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    evaluate(run, 0)
-    train(run, range(1, 3))
-    assert ending(tmp_path) == ("training", "open")  # killed here, it is a training that broke off
-    evaluate(run, 2)
-    assert ending(tmp_path) == ("training", "open")
-    run.log.end("completed", step=2)
-    assert ending(tmp_path) == ("training", "completed")
-    with pytest.raises(ValueError), run.log.evaluation(2):
-        raise ValueError
-    data = read_run(tmp_path)
-    assert (data.ending.of, data.ending.status) == ("training", "completed")
-    assert [header["of"] for header in data.headers] == ["evaluation", "training", "evaluation"]
-    assert (data.series("reward", "eval/default")[0], data.header["segment"]) == ([0, 2], 1)
 
 
 def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,18 +195,13 @@ def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplo
 def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
     log = Run(tmp_path).log
     log.begin()
-    for split, gap, native in (
-        ("train", 0.5, False),
-        ("eval/default", 0.25, False),
-        ("eval/default", 0.125, True),
-        ("train", 0.5, False),
-    ):
-        log.sums.add_gap(split, **logprobs(gap), native=native)
-    name = "mismatch/logp_abs_diff_mean"
+    for split, gap in (("train", 0.5), ("eval/default", 0.25), ("train", 0.5)):
+        log.sums.add_gap(split, **logprobs(gap))
+    log.sums.add_gap("eval/default", **logprobs(0.125), native=True)
+    name = "logp_abs_diff_mean"
     trained, evaluated = log.flush("train", 1), log.flush("eval/default", 1)
-    assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
-    assert (evaluated[name], evaluated["mismatch/tokens"]) == (0.25, 6)
-    assert evaluated["mismatch/native/logp_abs_diff_mean"] == 0.125 and "mismatch/native/tokens" not in trained
+    assert (trained[f"mismatch/{name}"], trained["mismatch/tokens"]) == (0.5, 12)
+    assert (evaluated[f"mismatch/{name}"], evaluated[f"mismatch/native/{name}"]) == (0.25, 0.125)
     assert log.flush("train", 2) == {} == log.flush("eval/default", 2)
 
 
@@ -335,8 +301,7 @@ def test_alarms_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> None:
     first.log.sums.add_gap("train", **logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    assert saved["log"]["flushes"] == {"train": 1}
-    assert len(saved["log"]["growth"]["points"]) == len(saved["log"]["log_odds_growth"]["points"]) == 1
+    assert saved["log"]["growth"]["points"] and saved["log"]["log_odds_growth"]["points"]
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
     second.log.load_state_dict(saved, step=1)

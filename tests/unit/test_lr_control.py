@@ -63,22 +63,21 @@ def test_rates_of_any_kind_are_multiplied_and_are_the_same_objects_afterwards() 
     assert step_of(weights, optimizer, control) == near([0.2, 0.1, 0.75])
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, LossScaler])
-def test_a_step_that_the_scaler_skips_does_not_count(scaler_class: Any, fused: bool) -> None:
+def test_a_step_that_the_scaler_skips_does_not_count(scaler_class: Any) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = AdamW([weight], lr=0.1, fused=fused)
+    optimizer = AdamW([weight], lr=0.1, fused=True)
     scaler = scaler_class("cpu", init_scale=64.0)
     control = LrControl(LrConfig(period=2), optimizer)
     counted = []
-    for overflow in (True, False, True, True, False, False, False):
+    for overflow in (True, False, True, False, False):
         scaler.scale(weight.sum() * (float("inf") if overflow else 1.0)).backward()
         with control.applied():
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
         counted.append((control.state.step, control.multiplier))
-    assert counted == [(0, 1), (1, 1), (1, 1), (1, 1), (2, 0.5), (3, 0.5), (4, 0.25)]
+    assert counted == [(0, 1), (1, 1), (1, 1), (2, 0.5), (3, 0.5)]
 
 
 class ByGroup:

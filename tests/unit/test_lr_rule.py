@@ -38,6 +38,8 @@ def test_the_papers_sequence_reaches_the_floor_at_the_fourth_decay() -> None:
     # 0.5^k against the floor 0.1: 1, .5, .25, .125, then .0625 < .1.
     _, multipliers = run(LrConfig(period=10), [1.0] * 60)
     assert multipliers == [m for m in (1.0, 0.5, 0.25, 0.125, 0.1, 0.1) for _ in range(10)]
+    _, multipliers = run(LrConfig(period=10, warmup_steps=5), [1.0] * 20)
+    assert multipliers == [1.0] * 15 + [0.5] * 5
 
 
 def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
@@ -174,11 +176,6 @@ def test_fewer_than_half_of_the_smoothed_batches_change_nothing(spikes: int, sur
     assert sim.first_surge(DEFAULT, series([100.0] * 60 + [1e6] * spikes + [100.0] * 60)) == surge
 
 
-def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
-    # The median of 1 1 9 9 9 is 9; of 1 1 1 9 9 it was 1.
-    assert sim.first_surge(LrConfig(baseline_window=5), series([9.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0])) == (4, 6)
-
-
 def test_the_threshold_by_hand() -> None:
     # Median of 1..9 is 5, median deviation 2, so spread 2.9652; 2 * 5 = 10, 5 + 4 * 2.9652 = 16.86, least 1.
     current, _ = run(LrConfig(baseline_window=9), [float(k) for k in range(1, 10)])
@@ -187,17 +184,6 @@ def test_the_threshold_by_hand() -> None:
     assert lr.surge_threshold(current.baseline, DEFAULT) == pytest.approx(16.8608)
     assert lr.surge_threshold(current.baseline, LrConfig(surge_ratio=4.0)) == 20.0
     assert lr.surge_threshold(Baseline(center=0.1, spread=0.1), DEFAULT) == 1.0
-
-
-def test_a_baseline_of_zero_has_no_multiple() -> None:
-    values = series([0.0] * 5 + [1.0])
-    assert sim.first_surge(LrConfig(trigger="grad_norm", baseline_window=1), values) is None
-    assert sim.first_surge(LrConfig(baseline_window=1), values) == (5, 5)
-
-
-def test_a_surge_in_the_baseline_is_seen_from_its_second_half_on_only() -> None:
-    assert sim.first_surge(DEFAULT, series([100.0] * 30 + [400.0] * 50)) is not None
-    assert sim.first_surge(DEFAULT, series([100.0] * 20 + [400.0] * 80)) is None
 
 
 @pytest.mark.parametrize(
@@ -241,9 +227,7 @@ def test_statistics_of_a_gap_and_of_a_batch_that_was_measured_elsewhere() -> Non
     sums = gap_sums(old=torch.tensor([[-1.0, -2.0]]), rollout=torch.tensor([[-1.0, -3.0]]), mask=mask)
     # exp(1) - 1 - 1 on one of two tokens.
     expected = {"mismatch_kl": pytest.approx((math.e - 2) / 2), "f_tau": 0.5}
-    assert lr.gap_statistics(sums) == expected
-    gap, lengths, truncated = gap_metrics(sums), torch.tensor([4, 6, 8]), torch.tensor([False, True, True])
-    assert lr.leading_statistics("f_tau", lengths, truncated, gap) == expected
-    assert lr.leading_statistics("f_tau", lengths, truncated, {}) == {}
+    lengths, truncated = torch.tensor([4, 6, 8]), torch.tensor([False, True, True])
+    assert lr.gap_statistics(sums) == lr.leading_statistics("f_tau", lengths, truncated, gap_metrics(sums)) == expected
     of_lengths = {"responses": 3, "response_length": 6.0, "truncated_fraction": 2 / 3}
     assert lr.leading_statistics("response_length", lengths, truncated, {}) == of_lengths

@@ -18,7 +18,6 @@ from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import HOSTS, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.report import load_runs
 from mismatch_ext.report.figures import sections
-from tests.unit.synthetic_runs import header, run_stream
 from tests.watching import Watching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,14 +79,6 @@ def test_the_rate_that_was_applied_is_read_whether_the_stream_has_it_or_the_next
     assert read_run(applied).series(Role.LEARNING_RATE) == ([1, 2, 3], [2.5e-4, 5e-4, 7.5e-4])
 
 
-def test_the_next_rate_is_not_drawn_where_a_step_is_missing(tmp_path: Path) -> None:
-    with run_stream(tmp_path, header=header("a", names={"next_rate": True})) as stream:
-        for step in (1, 2, 5, 6):
-            stream.step(step, {"learning_rate": float(step)})
-    assert read_run(tmp_path).series(Role.LEARNING_RATE) == ([2, 6], [1.0, 5.0])
-    assert read_run(tmp_path).series("learning_rate") == ([1, 2, 5, 6], [1.0, 2.0, 5.0, 6.0])
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -137,12 +128,6 @@ def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
     with pytest.raises(ConfigError, match="'length' and 'response_length/mean' name one metric"):
         Watching(config, VERL)
     assert set(Watching(config, TRL).rules) == {"length", "response_length/mean"}
-
-
-def test_a_misspelt_metric_is_named_with_the_nearest_of_the_first_log() -> None:
-    rules = Watching(section(length={"above": 1}, lenght={"above": 1}), VERL).rules
-    missing = unwatched(rules, {"response_length/mean": 3.0, "mismatch/k3_kl": 1e-3, "length": 3.0})
-    assert list(missing) == ["lenght"] and missing["lenght"].endswith("never watched. Did you mean 'length'?")
 
 
 # Advice.

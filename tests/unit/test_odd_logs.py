@@ -59,6 +59,13 @@ def changed(data: Any, path: Place, value: Any) -> Any:
     return data
 
 
+def each_wrong(data: Any) -> Iterator[tuple[Place, Any, Any]]:
+    """Yield a path in plain data, a value for it, and the data with that value there."""
+    for path in places(data):
+        for value in WRONG:
+            yield path, value, changed(data, path, value)
+
+
 def kind(value: Any) -> str:
     if value is ABSENT or value is None:
         return "nothing"
@@ -99,22 +106,19 @@ def our_lines() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", range(len(our_lines())))
 def test_an_odd_value_in_our_own_log(number: int, tmp_path: Path) -> None:
     lines = our_lines()
-    file = tmp_path / "metrics-000.jsonl"
 
     def read(line: Any) -> tuple[Any, set[str]]:
-        texts = [json.dumps(line if at_line == number else each) for at_line, each in enumerate(lines)]
-        file.write_text("\n".join(texts) + "\n")
+        texts = map(json.dumps, [*lines[:number], line, *lines[number + 1 :]])
+        (tmp_path / "metrics-000.jsonl").write_text("\n".join(texts) + "\n")
         return outcome(load_runs(tmp_path), tmp_path)
 
     usual, known = read(lines[number])
-    for path in places(lines[number]):
-        for value in WRONG:
-            found, problems = read(changed(lines[number], path, value))
-            if found != usual and not fits(lines[number], path, value):
-                assert problems - known, (path, value)
+    for path, value, odd in each_wrong(lines[number]):
+        found, problems = read(odd)
+        if found != usual and not fits(lines[number], path, value):
+            assert problems - known, (path, value)
     for line in ([], 3, "x", None):
-        found, problems = read(line)
-        assert problems - known, line
+        assert read(line)[1] - known, line
 
 
 TRL_STATE = json.loads((LOGS / "trainer_state.json").read_text(encoding="utf-8"))
@@ -132,33 +136,29 @@ def test_an_odd_value_in_trls_log(tmp_path: Path) -> None:
     file = tmp_path / "trainer_state.json"
     file.write_text(json.dumps(TRL_STATE))
     usual, known = read_or_refused(file)
-    for path in places(TRL_STATE):
-        for value in WRONG:
-            file.write_text(json.dumps(changed(TRL_STATE, path, value)))
-            found, problems = read_or_refused(file)
-            assert found != "refused" or len(path) == 1, (path, value)
-            if found != usual and not (fits(TRL_STATE, path, value) and path[-1] != "step"):
-                assert problems - known, (path, value)
+    for path, value, odd in each_wrong(TRL_STATE):
+        file.write_text(json.dumps(odd))
+        found, problems = read_or_refused(file)
+        assert found != "refused" or len(path) == 1, (path, value)
+        if found != usual and not (fits(TRL_STATE, path, value) and path[-1] != "step"):
+            assert problems - known, (path, value)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_an_odd_value_in_verls_log(number: int, tmp_path: Path) -> None:
-    file = tmp_path / "run.jsonl"
+def test_an_odd_value_in_verls_log(tmp_path: Path) -> None:
+    file, (first, second, third) = tmp_path / "run.jsonl", VERL_LINES
 
     def read(line: Any) -> tuple[Any, set[str]]:
-        lines = [json.dumps(line if at_line == number else each) for at_line, each in enumerate(VERL_LINES)]
-        file.write_text("\n".join(lines) + "\n")
+        file.write_text("\n".join(map(json.dumps, [first, line, third])) + "\n")
         return read_or_refused(file)
 
-    usual, known = read(VERL_LINES[number])
-    for path in places(VERL_LINES[number]):
-        for value in WRONG:
-            found, problems = read(changed(VERL_LINES[number], path, value))
-            assert found != "refused", (path, value)
-            empty = path == ("data",) and isinstance(value, dict)  # a step without a known metric
-            odd = not fits(VERL_LINES[number], path, value) or path[-1] in ("step", "data")
-            if found != usual and odd and not empty:
-                assert problems - known, (path, value)
+    usual, known = read(second)
+    for path, value, line in each_wrong(second):
+        found, problems = read(line)
+        assert found != "refused", (path, value)
+        empty = path == ("data",) and isinstance(value, dict)  # a step without a known metric
+        odd = not fits(second, path, value) or path[-1] in ("step", "data")
+        if found != usual and odd and not empty:
+            assert problems - known, (path, value)
     for line in ([], 3, "x", None):
         found, problems = read(line)
         assert found != "refused" and problems - known, line
@@ -189,21 +189,20 @@ DOCTOR = json.loads((LOGS / "doctor.json").read_text(encoding="utf-8"))
 
 
 def test_an_odd_value_in_the_doctors_file(tmp_path: Path) -> None:
-    lines = our_lines()
-    (tmp_path / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    file = tmp_path / "doctor.json"
-    file.write_text(json.dumps(DOCTOR))
-    usual, known = outcome(load_runs(tmp_path), tmp_path)
+    (tmp_path / "metrics-000.jsonl").write_text("\n".join(map(json.dumps, our_lines())) + "\n")
+
+    def read(text: str) -> tuple[Any, set[str]]:
+        (tmp_path / "doctor.json").write_text(text)
+        return outcome(load_runs(tmp_path), tmp_path)
+
+    usual, known = read(json.dumps(DOCTOR))
     assert len(read_why(tmp_path)[0]) == 1
-    for path in places(DOCTOR):
-        for value in WRONG:
-            file.write_text(json.dumps(changed(DOCTOR, path, value)))
-            found, problems = outcome(load_runs(tmp_path), tmp_path)
-            if found != usual and not fits(DOCTOR, path, value):
-                assert problems - known, (path, value)
-    for text in ("[" * 100_000, "[]", "3", "", "{"):
-        file.write_text(text)
-        assert outcome(load_runs(tmp_path), tmp_path)[1] - known, text[:9]
+    for path, value, odd in each_wrong(DOCTOR):
+        found, problems = read(json.dumps(odd))
+        if found != usual and not fits(DOCTOR, path, value):
+            assert problems - known, (path, value)
+    for text in ("[" * 100_000, "[]", "", "{"):
+        assert read(text)[1] - known, text[:9]
 
 
 ROLLOUTS: dict[str, dict[str, Any]] = json.loads((LOGS / "rollouts.json").read_text(encoding="utf-8"))
@@ -223,12 +222,10 @@ def test_an_odd_value_in_logged_rollouts(name: str, tmp_path: Path) -> None:
         except MismatchError as error:
             return f"refused: {error}"
 
-    usual = read(ROLLOUTS[name])
-    assert "prompt_ids=(1, 2), response_ids=(3,)" in usual
-    for path in places(ROLLOUTS[name]):
-        for value in WRONG:
-            found = read(changed(ROLLOUTS[name], path, value))
-            assert not found.startswith("refused") or str(file) in found, (path, value)
+    assert "prompt_ids=(1, 2), response_ids=(3,)" in read(ROLLOUTS[name])
+    for path, value, odd in each_wrong(ROLLOUTS[name]):
+        found = read(odd)
+        assert not found.startswith("refused") or str(file) in found, (path, value)
     for row in ([], 3, "x", None):
         assert read(row).startswith("refused"), row
 

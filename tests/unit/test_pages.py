@@ -61,20 +61,6 @@ def test_every_block_is_what_it_claims_to_be(page: Path) -> None:
             MismatchConfig.parse(settings["mismatch"])
 
 
-def test_messages_of_the_table_of_what_ends_a_run_are_those_of_the_source() -> None:
-    """A reader searches the page for the words of an error."""
-    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    section = page.partition("\n## What ends a run, and what does not\n")[2].partition("\n## ")[0]
-    cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
-    words = [found for cell in cells for found in re.findall(r"`([^`]+)`", cell)]
-    assert len(words) >= len(cells) - 2
-    # What a formatter has split over lines is one text.
-    paths = [path for folder in ("mismatch_ext", "adapters") for path in (ROOT / folder).rglob("*.py")]
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-    joined = re.sub(r'"\s*\n\s*f?"', "", sources)
-    assert [found for found in words if found not in joined] == []
-
-
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")]
 # An override of verl's, as on a command line or in a sentence: its key, and its value.
 OVERRIDE = re.compile(r"\+mismatch\.([a-z_.]+=(?:\{[^}\n]*\}|[\w.-]+))")

@@ -13,7 +13,6 @@ from mismatch_ext import (
     PRESETS,
     CorrectionConfig,
     KlConfig,
-    LrConfig,
     LrControl,
     correct,
     gap_metrics,
@@ -25,10 +24,6 @@ from mismatch_ext.errors import ConfigError, MismatchError
 torch.manual_seed(0)
 OLD, SAMPLED = -torch.rand(3, 7), -torch.rand(3, 7)
 MASK = torch.rand(3, 7) > 0.2
-
-
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 def corrected(config: Any, row: int | None = None) -> Any:
@@ -45,11 +40,6 @@ def test_a_correction_is_a_name_a_mapping_or_a_section(config: Any) -> None:
 def test_a_kl_term_is_a_name_a_mapping_or_a_section(settings: Any) -> None:
     expected = kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings=KlConfig(estimator="k3"), coef=1.0)
     assert torch.equal(kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings=settings).loss, expected.loss)
-
-
-def test_a_rate_is_a_mapping_or_a_section() -> None:
-    given, section = LrControl({"period": 10}, optimizer()), LrControl(LrConfig(period=10), optimizer())
-    assert given.config == section.config
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,3 @@ def test_the_scripts_of_pages_run_here_with_the_real_model(flow: Flow) -> None:
     compile(text, flow.name, "exec")
     assert real_flows.MODEL in text and "Qwen" not in text and "max_steps=1" in text and "runs/somewhere" in text
     assert "def reward" in text and "trainer.train()" in text
-
-
-def test_every_flow_has_a_name_of_its_own() -> None:
-    names = [flow.name for flow in FLOWS]
-    assert len(set(names)) == len(names)

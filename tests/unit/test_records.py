@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
 from benchmarks.stability.table import table
-from examples.real_flows import FLOWS
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLITS = ("eval/familiar", "eval/unfamiliar")
@@ -88,18 +87,3 @@ def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:
     assert record["command"] in written
     for line in record["figures"]["printed"]:
         assert line in written
-
-
-def test_the_record_of_flows_has_all_of_them_and_none_that_failed() -> None:
-    recorded = {flow["name"]: flow["status"] for flow in evidence("real")["figures"]}
-    assert list(recorded) == [flow.name for flow in FLOWS]
-    assert "passed" in recorded.values() and set(recorded.values()) <= {"passed", "not run"}
-
-
-def test_the_page_on_corrections_has_the_real_models_figures() -> None:
-    written = page("correction")
-    for row in evidence("real_centering")["figures"]:
-        means = {name: sum(halves) / 2 for name, halves in row["halves"].items()}
-        reward = " → ".join(f"{half:.2f}" for half in row["halves"]["reward"])
-        figures = f"{means['sampler_bias']:.4f} | {means['gap']:.3f} | {means['k3']:.4f} | {reward}"
-        assert f"| {row['arm']} | {row['seed']} | {figures} |" in written

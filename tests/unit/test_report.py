@@ -16,8 +16,6 @@ from typing import Any
 
 import plotly.offline
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.checks import Checks
@@ -137,18 +135,15 @@ WEIGHED_BY = {
 
 
 @pytest.mark.parametrize("split", ["train", "eval/unfamiliar"])
-@pytest.mark.parametrize("run", ["bf16", "fp32"])
-def test_numbers_in_the_table_are_those_of_the_stream(run: str, split: str, arms: Path, page: Page) -> None:
+def test_numbers_in_the_table_are_those_of_the_stream(split: str, arms: Path, page: Page) -> None:
     """Oracle: plain loops over the JSON lines."""
-    raw = [json.loads(line) for line in (arms / run / "metrics-000.jsonl").read_text().splitlines()]
+    raw = [json.loads(line) for line in (arms / "bf16/metrics-000.jsonl").read_text().splitlines()]
     steps = [line["metrics"] for line in raw if line["kind"] == "step" and line["split"] == split]
     for metric, count in WEIGHED_BY.items():
         weights = [step[f"mismatch/{count}"] if count else 1.0 for step in steps]
         values = [step[f"mismatch/{metric}"] for step in steps]
         expected = math.fsum(map(math.prod, zip(values, weights, strict=True))) / math.fsum(weights)
-        assert float(page.cells[run, split, metric] or "nan") == pytest.approx(expected, rel=1e-12)
-    largest = max(step["mismatch/logp_abs_diff_max"] for step in steps)
-    assert page.cells[run, split, "logp_abs_diff_max"] == str(largest)
+        assert float(page.cells["bf16", split, metric] or "nan") == pytest.approx(expected, rel=1e-12)
 
 
 def test_plots_hold_the_numbers_of_the_stream(arms: Path, page: Page) -> None:
@@ -273,20 +268,6 @@ def test_probes_tell_how_much_dtypes_explain(engine: str, probes: float, words: 
     assert words in say(run)
 
 
-@pytest.mark.parametrize(("k3", "first", "named"), [([2e-3] * 20, 1, True), ([1e-5] * 9 + [3e-3] * 11, 10, False)])
-def test_dtypes_are_not_the_cause_of_a_k3_that_was_far_smaller_at_first(
-    k3: list[float], first: int, named: bool, tmp_path: Path
-) -> None:
-    alarm = {"metric": "mismatch/k3_kl", "first_step": first, "threshold": 1e-3, "side": "above", "status": "raised"}
-    with run_stream(tmp_path, header=header("fp32", engine={"model_dtype": "torch.bfloat16"})) as stream:
-        for step, value in enumerate(k3, 1):
-            stream.step(step, {"mismatch/k3_kl": value})
-        stream.event(first + 2, "warning", "alarm", "k3_kl", alarm)
-    said = say(tmp_path)
-    assert f"From step {first} on the rollout policy" in said
-    assert ("so give both one dtype" in said) == named
-
-
 @pytest.mark.parametrize(("mean", "level"), [(0.005, "warned"), (0.05, "elevated")])
 def test_a_check_that_failed_leaves_no_gap_small(mean: float, level: str, tmp_path: Path) -> None:
     run = flat_run(tmp_path, mean, name="bf16")
@@ -329,7 +310,8 @@ def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
     content = (run / "metrics-000.jsonl").read_bytes()
-    (run / "metrics-000.jsonl").write_bytes(b"garbage\n" + content[:1700])
+    end_of_a_step = content.index(b"\n", content.index(b'"kind": "step"'))
+    (run / "metrics-000.jsonl").write_bytes(b"garbage\n" + content[: end_of_a_step + 20])
     text = rendered(run).text
     for part in ("This report is not complete", "line 1 was left out", "is torn", "no end line", "no token sample"):
         assert part in text, part
@@ -359,11 +341,11 @@ def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["</script><img src=x onerror=alert(1)>", '" onload="x'])
 def test_hostile_names_stay_text(tmp_path: Path, name: str) -> None:
     with run_stream(tmp_path, header=header(name, patches=[{"name": name, "target": name}])) as stream:
-        stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01, name: 1.0})
+        stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01})
         stream.event(1, "error", name, name)
     hostile = rendered(tmp_path)
     assert hostile.tags["img"] == 0 and hostile.tags["script"] == len(hostile.plots) + 2
-    assert " ".join(name.split()) in hostile.text
+    assert name in hostile.text
     # Plotly reads names as markup, so they are escaped once more inside the data.
     assert hostile.plots["plot-gap-mean"]["data"][0]["name"] == html.escape(name)
 
@@ -432,71 +414,27 @@ def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path) 
     assert [figure.id for figure in figures] == ["numerics", "stale", "staleness"]
 
 
-numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-blocks = st.dictionaries(st.text(max_size=5), numbers | st.lists(numbers, max_size=2), max_size=3)
-columns = st.lists(st.none() | st.floats() | st.integers(), min_size=2, max_size=3)
-profile_names = st.sampled_from(["position", "probability"])
-profiles = st.fixed_dictionaries({"edges": columns, "count": columns, "abs_diff_mean": columns})
-lines = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["header", "step", "profile", "scatter", "event", "end"]),
-        "segment": st.integers(0, 2),
-        "step": st.integers(0, 3) | st.just(2**53),
-        "split": st.sampled_from(["train", "eval/a"]),
-        "metrics": st.dictionaries(
-            st.sampled_from(["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"])
-            | st.sampled_from(
-                ["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/f_²", "mismatch/support_truncated"]
-            )
-            | st.sampled_from(["mismatch/native/k3_kl", "mismatch/routing/layer_3_set_mismatch"]),
-            st.floats() | st.just(1e308) | st.integers(),
-        ),
-        "profiles": st.dictionaries(profile_names, profiles),
-        "rollout_logprobs": st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=1),
-        "old_logprobs": st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=1),
-        "level": st.sampled_from(["info", "error"]),
-        "name": st.sampled_from(["overflow", "weight_sync", "\ud800"]),
-        "message": st.text(max_size=5),
-        "status": st.sampled_from(["completed", "failed"]),
-        "schema": st.integers(1, 2),
-        "run": blocks,
-        "trainer": blocks | numbers,
-        "engine": blocks | numbers,
-        "patches": st.lists(blocks | numbers, max_size=2) | numbers,
-        "config": blocks | numbers,
-        "versions": blocks | numbers,
-    }
-)
+ODD_LINES = (Path(__file__).parents[1] / "data/odd_logs/rendered.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-# Shrinking renders thousands of pages; the failing lines are short enough as they are.
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(content=st.lists(lines, max_size=8))
-def test_whatever_can_be_read_can_be_rendered(
-    tmp_path_factory: pytest.TempPathFactory, content: list[dict[str, Any]]
-) -> None:
-    run = tmp_path_factory.mktemp("run")
-    (run / "metrics-000.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
-    page = rendered(run)
-    assert page.tags["h1"] == 1 and page.tags["html"] == 1
+@pytest.mark.parametrize("number", range(len(ODD_LINES) + 1))
+def test_whatever_can_be_read_can_be_rendered(number: int, tmp_path: Path) -> None:
+    """A log without one of the odd lines, and the one with all of them."""
+    lines = ODD_LINES[:number] + ODD_LINES[number + 1 :]
+    (tmp_path / "metrics-000.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert rendered(tmp_path).tags["h1"] == 1
 
 
 def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     flips = "mismatch/routing/layer_12_set_mismatch"
-    for name in ("stock", "replayed"):
-        with run_stream(tmp_path / name, header=header(name)) as stream:
-            stream.step(1, {"mismatch/k3_kl": 1e-4})
-            if name == "replayed":
-                stream.step(1, {"mismatch/native/k3_kl": 1e-3, "mismatch/routing/set_mismatch_frac": 0.02})
-                stream.step(2, {"mismatch/routing/compared_tokens": 100, flips: 0.25})
-                stream.step(3, {"mismatch/routing/compared_tokens": 300, flips: 0.05})
-    runs = load_runs(tmp_path)
-    figures = {figure.id: json.loads(figure.json) for figure in figures_of(runs, "routing")}
-    assert set(figures) == {"flips", "replay-k3", "flips-by-layer"}
+    with run_stream(tmp_path, header=header("replayed")) as stream:
+        stream.step(1, {"mismatch/k3_kl": 1e-4, "mismatch/native/k3_kl": 1e-3})
+        stream.step(2, {"mismatch/routing/compared_tokens": 100, flips: 0.25})
+        stream.step(3, {"mismatch/routing/compared_tokens": 300, flips: 0.05})
+    figures = {figure.id: json.loads(figure.json) for figure in figures_of(load_runs(tmp_path), "routing")}
     (by_layer,) = figures["flips-by-layer"]["data"]
     # Layer 12: (100 * 0.25 + 300 * 0.05) / 400.
     assert by_layer["x"] == [12] and by_layer["y"] == pytest.approx([0.1])
-    assert not figures_of({"stock": runs["stock"]}, "routing")
 
 
 def test_a_report_says_what_replay_saves_and_does_not_advise_it(tmp_path: Path) -> None:
@@ -520,8 +458,9 @@ def test_experts_are_blamed_only_where_there_are_some(model_type: str, blamed: b
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless=new --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom --allow-file-access-from-files"
 # A window is never narrower than 500 pixels, a frame in it may be. Width of its page, right edge and number of plots: the title.
-FRAME = """<body><iframe src="{url}" width="{width}" height="900" style="border: 0" onload="setTimeout(() => {{
+FRAME = """<body><iframe src="{url}" width="400" height="900" style="border: 0" onload="setTimeout(() => {{
   const page = contentDocument, plots = [...page.querySelectorAll('.main-svg')];
   const widest = Math.max(...plots.map((plot) => Math.ceil(plot.getBoundingClientRect().right)));
   document.title = [page.documentElement.scrollWidth, widest, plots.length].join(' ');
@@ -530,31 +469,12 @@ FRAME = """<body><iframe src="{url}" width="{width}" height="900" style="border:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_draws_the_page_within_a_phones_width_and_reports_no_error(tmp_path: Path) -> None:
-    width = 400
-    page = build(write_run(tmp_path / "run", "bf16")).path
     framed = tmp_path / "framed.html"
-    framed.write_text(FRAME.format(url=page.as_uri(), width=width), encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(
-                str(CHROMIUM),
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--enable-logging=stderr",
-                "--dump-dom",
-            ),
-            *("--allow-file-access-from-files", "--window-size=1400,1000", "--virtual-time-budget=20000"),
-            f"--user-data-dir={tmp_path / 'profile'}",
-            framed.as_uri(),
-        ],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
+    framed.write_text(FRAME.format(url=build(write_run(tmp_path / "run", "bf16")).path.as_uri()), encoding="utf-8")
+    own = ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path / 'profile'}", framed.as_uri()]
+    done = subprocess.run([str(CHROMIUM), *FLAGS.split(), *own], capture_output=True, encoding="utf-8", timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
     found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout)
     assert found is not None, done.stdout
     page_width, widest, plots = map(int, found.groups())
-    assert page_width <= width and widest <= width and plots > 10
-    assert 'href="#summary"' in page.read_text(encoding="utf-8")
+    assert page_width <= 400 and widest <= 400 and plots > 10

@@ -11,7 +11,6 @@ import pytest
 from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
 from mismatch_ext.doctor.evidence import Part
 from mismatch_ext.doctor.tokens import TokensTest
-from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.report import build, build_why
 from mismatch_ext.report.doctor import read_why
 from tests.unit.synthetic_runs import write_run
@@ -98,12 +97,3 @@ def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
     write_run(tmp_path, "fp16", **header)
     verdict = build(tmp_path).verdict
     assert "has a gap with a known cause" in verdict and "repetition_penalty=1.05 and its trainer does not" in verdict
-
-
-def test_what_is_not_the_doctors_is_missing_and_no_error(tmp_path: Path) -> None:
-    write_run(tmp_path, "bf16")
-    (tmp_path / "doctor.json").write_text('{"tokens": 3}')
-    page = build(tmp_path).path.read_text(encoding="utf-8")
-    assert 'id="why"' not in page and "doctor.json is not one of the doctor&#39;s" in page
-    with pytest.raises(RunDirectoryError, match=r"no doctor\.json"):
-        build_why(tmp_path / "elsewhere")

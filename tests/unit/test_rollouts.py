@@ -43,16 +43,12 @@ def written(folder: Path, *records: RolloutRecord, **how: Any) -> Path:
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    records = [record((-0.1, -2.3), (True, True)), record((-1.0, float("nan"), -0.5), (True, False, True))]
+    # A masked token keeps the log-probability that the engine gave.
+    records = [record((-0.7, -2.3), (False, True)), record((-1.0, float("nan"), -0.5), (True, False, True))]
     found = read_rollouts(written(tmp_path, *records)).sample()
     assert found.prompts == ((5, 12), (5, 12)) and found.responses == ((3, 4), (3, 4, 5))
-    assert found.masks == ((True, True), (True, False, True)) and found.routes is None
-    assert np.array_equal(found.engine, [-0.1, -2.3, -1.0, -0.5]) and found.row.tolist() == [0, 0, 1, 1]
-
-
-def test_a_masked_token_keeps_the_log_probability_that_the_engine_gave(tmp_path: Path) -> None:
-    late = record((-0.7, -2.3), (False, True))
-    assert read_rollouts(written(tmp_path, late, late)).sample().logprobs == ((-0.7, -2.3),) * 2
+    assert found.masks == ((False, True), (True, False, True)) and found.logprobs[0] == (-0.7, -2.3)
+    assert np.array_equal(found.engine, [-2.3, -1.0, -0.5]) and found.row.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("num_experts", [16, 300])
@@ -118,12 +114,11 @@ def test_a_line_that_cannot_be_used_is_named(case: dict[str, Any], tmp_path: Pat
         read_rollouts(path).sample()
 
 
-def test_the_version_nearest_to_the_trainer_is_examined_and_the_rest_is_staleness(tmp_path: Path) -> None:
+def test_the_version_nearest_to_the_trainer_is_examined(tmp_path: Path) -> None:
     logged = read_rollouts(written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(v)) for v in (3, 4, 4)]))
     found, notes = of_nearest(logged, logged.sample(), np.array([-0.4, -0.11, -0.13]))
     assert logged.versions == {"3": 1, "4": 2} and [response.version for response in found.responses] == ["4", "4"]
     assert notes[0].startswith("weight version 3: 1 responses, 1 tokens, mean |Δlogp| 3.0e-01 nats, k3 4.1e-02")
-    assert notes[2].startswith("staleness: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has.")
 
 
 def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:

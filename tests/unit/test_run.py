@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, judge, load_runs, summarize
-from tests.torch_rollout import VOCABULARY, Recurrent
+from tests.torch_rollout import Recurrent
 from tests.unit.loops import (
     KL,
     NOISE,
@@ -183,33 +181,20 @@ def test_without_a_reference_the_kl_term_is_refused(tmp_path: Path) -> None:
             learn(run, 1)
 
 
-def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transformers() -> None:
-    vocabulary = {str(token): token for token in range(8)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")))
-    trainer, _ = sides()
-    trainer.tokenizer = tokenizer
-    surplus = trainer.surplus()
-    assert surplus is not None and (surplus.model_size, surplus.tokenizer_size) == (VOCABULARY, 8)
-    assert 0 < surplus.mass_mean < 1
-
-
 def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None:
     trainer, rollout = sides()
+    kept = weights(trainer)
     with pytest.warns(UserWarning, match="grad_norm"), Run({}, trainer, rollout, tmp_path).start() as run:
         for _ in range(3):
             batch = run.batch(rollout.generate(PROMPTS))
             with torch.no_grad():
                 run.measure(batch, old=run.score(batch))
-            kept = weights(trainer)
-            run.backward(run.score(batch).mean())
-            next(trainer.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+            run.backward(run.score(batch).mean() * math.nan)
             run.step()
-            for name, tensor in trainer.named_parameters():
-                tensor.data.copy_(kept[name])
+            trainer.model.load_state_dict(kept)
             trainer.optimizer.state.clear()
             run.send()
-            assert str(run.log().metrics["grad_norm"]) == "nan"
-    assert "grad_norm" in [(event.data or {}).get("metric") for event in read_run(tmp_path / "mismatch").events]
+            assert math.isnan(run.log().metrics["grad_norm"])
 
 
 def test_copies_of_a_rollout_do_not_cancel_their_own_kl(tmp_path: Path) -> None:
@@ -300,15 +285,6 @@ def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None
         assert rollout.weight_version == 0
 
 
-def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Path) -> None:
-    trainer, rollout = sides()
-    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS), split="eval/x")
-        with torch.no_grad():
-            run.correct(batch, run.score(batch))
-        assert "mismatch/rollout_is_mean" not in run.log().metrics
-
-
 def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in_the_report(tmp_path: Path) -> None:
     trainer, rollout = sides()
     for parameter in trainer.model.parameters():
@@ -339,11 +315,6 @@ def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     block = {"kl": {"coef": 0.1, "baseline": "leave_one_out", "placement": "both"}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
-        batch = run.batch(rollout.generate(PROMPTS))
-        with torch.no_grad():
-            reference = run.reference(batch)
-        part = batch.rows(0, 1)
+        part = run.batch(rollout.generate(PROMPTS)).rows(0, 1)
         with pytest.raises(LoopError, match="this part of a batch has one response of each prompt"):
-            run.kl(part, logprobs=run.score(part), reference=reference[:1])
-        of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
-        run.kl(of_one_prompt, logprobs=run.score(of_one_prompt), reference=reference[: len(of_one_prompt)])
+            run.kl(part, logprobs=run.score(part), reference=run.reference(part))

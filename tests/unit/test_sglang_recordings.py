@@ -10,7 +10,6 @@ import pytest
 from mismatch_ext.adapters.sglang import (
     RoutingShape,
     check_server,
-    generate_request,
     parse_response,
     read_server,
     to_provenance,
@@ -18,7 +17,7 @@ from mismatch_ext.adapters.sglang import (
 )
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RecordError, RoutingError
+from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
@@ -74,13 +73,6 @@ def test_a_stop_token_belongs_to_the_response(stem: str) -> None:
     (record,) = records(stem, "stop token")
     end = case(stem, "stop token")["out"][0]["meta_info"]["finish_reason"]["matched"]
     assert record.response_ids.tolist().index(end) == len(record.response_ids) - 1
-
-
-def test_sglang_ignores_stop_tokens_with_ignore_eos_so_that_the_request_is_refused() -> None:
-    (record,) = records("cases_bfloat16_0.5.15", "stop token and ignore_eos")
-    assert record.response_ids[3] == 251 and len(record.response_ids) == 8  # 251 was its stop token
-    with pytest.raises(RecordError, match="ignore_eos=True with stop_token_ids"):
-        generate_request([1], SamplingSettings(), max_new_tokens=8, stop_token_ids=[251], ignore_eos=True)
 
 
 @pytest.mark.parametrize("stem", FILES)

@@ -54,11 +54,6 @@ def test_every_setting_of_the_sampling_is_sent(version: str) -> None:
     assert set(FIELDS[version]["SamplingParams"]) - sent <= text | inner | newer
 
 
-def test_a_batch_stays_a_batch() -> None:
-    assert generate_request([[3, 4], (5,)], SamplingSettings(), max_new_tokens=1)["input_ids"] == [[3, 4], [5]]
-    assert generate_request([[3, 4]], SamplingSettings(), max_new_tokens=1)["input_ids"] == [[3, 4]]
-
-
 def test_greedy_sampling_is_asked_for_at_temperature_1() -> None:
     request = generate_request([3], SamplingSettings(top_k=1), max_new_tokens=1)
     assert (request["sampling_params"]["top_k"], request["sampling_params"]["temperature"]) == (1, 1.0)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
 
 from mismatch_ext.doctor.sample import Sample
-from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.routing import RoutingTrace
-from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance, recorded, response, routes
+from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance, recorded, response
 
 BF16 = "moe_bf16_0.5.18.json"
 
@@ -35,27 +31,6 @@ def test_a_recording_of_the_engine_gives_tokens_logprobs_and_routes() -> None:
     assert first.routing.layer(0).tolist()[:3] == [[3, 0], [7, 5], [5, 3]]
     # 5 + 6 and 7 + 6 tokens; the last one was never fed back.
     assert (first.routing.rows, second.routing.rows) == (10, 12)
-
-
-def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
-    trace = RoutingTrace.ingest(
-        routes(6), num_experts=8, layers=(0, 1), tokens=7, version=3, request="0", top_k=2, last_row=False
-    )
-    logprobs = zip((21, 22, 23), (-0.5, -1.5, -2.5), strict=True)
-    completion = SimpleNamespace(
-        index=0,
-        token_ids=[21, 22, 23],
-        logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in logprobs],
-        routed_experts=trace.experts.numpy(),
-        finish_reason="stop",
-    )
-    output: Any = SimpleNamespace(request_id="0", prompt_token_ids=list(PROMPT), outputs=[completion])
-    (theirs,) = vllm.to_records([output], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
-    (ours,) = to_records([response()], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
-    for name in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask", "provenance", "request_id"):
-        assert np.array_equal(getattr(ours, name), getattr(theirs, name))
-        assert type(getattr(ours, name)) is type(getattr(theirs, name))
-    assert ours.routing is not None and ours.routing.same_as(trace)
 
 
 def test_without_a_shape_no_routes_are_read() -> None:
@@ -135,13 +110,6 @@ def test_a_response_of_a_batch_that_is_wrong_is_a_record_with_a_fault() -> None:
     assert all(math.isfinite(value) for record in records for value in record.rollout_logprobs)
     with pytest.raises(NonFiniteLogprobError, match=r"request 1, meta_info.output_token_logprobs\[1\]: found"):
         Sample.of(records)
-
-
-@pytest.mark.parametrize("change", [{"weight_version": "v3"}, {"routed_experts": None}])
-def test_what_is_wrong_with_all_responses_is_an_error(change: dict[str, Any]) -> None:
-    known = {"provenance": provenance(), "shape": SHAPE, "weight_version": "v7"}
-    with pytest.raises(MismatchError, match="request 0, meta_info"):
-        to_records([response(**change)] * 2, prompt_ids=[PROMPT] * 2, **known)  # type: ignore[arg-type]
 
 
 def test_rounding_above_zero_is_no_fault() -> None:

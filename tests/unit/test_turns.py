@@ -71,18 +71,15 @@ def shortened(length: int) -> Trained:
 def test_a_token_keeps_the_experts_that_it_was_sampled_with() -> None:
     joined = join_turns(turns(), [whole()])
     (record,) = joined.records
-    assert (kept := whole().rollout_logprobs) is not None
     assert record.response_ids.tolist() == list(ROW) and record.response_mask.tolist() == list(MASK)
-    assert np.array_equal(record.rollout_logprobs, kept)
-    assert record.request_id == "0" and record.provenance == HERE
+    assert np.array_equal(record.rollout_logprobs, whole().rollout_logprobs)  # type: ignore[arg-type]
     assert record.routing is not None and record.support is not None
     # The last token of a turn, and the tool's behind it, have the experts of the next turn's prefill.
     experts = record.routing.experts[:, 0, 1].tolist()
-    assert experts == [1] * (2 + 2) + [2] * (1 + 2 + 1) + [3] * (1 + 1 + 2)
+    assert experts == [1] * 4 + [2] * 4 + [3] * 4
     assert record.routing.tokens is not None and record.routing.tokens.tolist() == [*PROMPT, *ROW][:-1]
     # Each later turn has routed all earlier tokens anew, by other experts.
-    assert (joined.turns, joined.sampled_rows, joined.prefilled_rows) == (3, 2 + 1 + 2, 2 + 1 + 2 + 1 + 1)
-    assert joined.rerouted_rows == 4 + 8
+    assert (joined.turns, joined.sampled_rows, joined.prefilled_rows, joined.rerouted_rows) == (3, 5, 7, 12)
     assert record.support.counts.tolist() == [2 * kept for kept in MASK]
     assert record.support.slice(5, 6).ids.tolist() == [0, 6]
 
@@ -211,14 +208,6 @@ def test_calls_about_something_else_are_left_out() -> None:
     # One that goes on from the completion is none.
     with pytest.raises(RecordError, match="a turn was dropped"):
         join_turns(turns(), [shortened(5)], every_turn=False)
-
-
-def test_another_candidate_is_not_taken_for_the_turn() -> None:
-    # The second turn was given an earlier token anew.
-    (found, one), candidate = rendered_again(), turn(tuple(turns()[1].prompt_ids.tolist()), (19,), 8)
-    for order in ([candidate, *found], [*found, candidate]):
-        with pytest.raises(RecordError, match="was given id 19 as token 1 of the completion, where id 4"):
-            join_turns(order, [one], every_turn=False)
 
 
 def test_something_else_has_sampled_what_no_turn_has() -> None:

@@ -16,7 +16,7 @@ import requests
 import torch
 from mismatch_ext.adapters.http import Refused
 from mismatch_ext.adapters.vllm.http import ALIVE, ServerHttp
-from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, METHODS, READ
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.vllm.stamps import FRESH, Stamps
@@ -25,7 +25,6 @@ from mismatch_ext.adapters.vllm.weights import Sending
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import in_parts
 
 SILENT = "/silent"
 Answers = dict[str, Any]
@@ -259,11 +258,6 @@ class TestComparison:
 
 
 class TestSending:
-    def test_requests_hold_what_fits_and_all_of_it(self) -> None:
-        large = torch.zeros(REQUEST_BYTES // 4 - 3)
-        tensors = [("a", torch.ones(2)), ("b", large), ("c", torch.ones(2))]
-        assert [[name for name, _ in part] for part in in_parts(tensors, REQUEST_BYTES)] == [["a", "b"], ["c"]]
-
     def test_bytes_arrive_as_they_were(self) -> None:
         received: list[Any] = []
         answers = _server(weight_transfer_config={"backend": "mismatch_http"})

@@ -85,16 +85,6 @@ def started(dtype: str, gap: float | None = None) -> tuple[Prefill, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_run_in_sync_stays_in_sync(dtype: str) -> None:
-    check, trainer = started(dtype)
-    for step in range(20):
-        trainer = noisy(trainer, 0.05, step)
-        verdict = check.judge(noisy(trainer, NUMERICS[dtype], 100 + step), trainer)
-        assert (verdict.status, verdict.ok) == ("in_sync", True)
-        assert verdict.gap_mean == pytest.approx(NUMERICS[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_an_engine_that_keeps_old_weights_is_stale(dtype: str, reproducible: bool) -> None:
     check, trainer = started(dtype)
@@ -102,13 +92,6 @@ def test_an_engine_that_keeps_old_weights_is_stale(dtype: str, reproducible: boo
     verdict = check.judge(engine, noisy(trainer, 5 * NUMERICS[dtype] if dtype != "float32" else 1e-3, 3))
     assert verdict.status == "stale" and "The update did not reach" in verdict.message
     assert ("did not change at all" in verdict.message) is reproducible
-
-
-def test_stale_far_back_is_still_stale() -> None:
-    # The engine stays at the first version, with numerics that are not reproducible, for twenty updates.
-    check, first = started("bfloat16")
-    for step in range(20):
-        assert check.judge(noisy(first, 1.5e-2, 200 + step), noisy(first, 0.1 * (step + 1), step)).status == "stale"
 
 
 def test_small_steps_add_up_to_stale() -> None:
@@ -188,14 +171,6 @@ def test_an_update_that_garbles_sides_which_were_apart_before_is_named() -> None
     assert again.judge(systematic(moved, 0.383), moved, OTHER).status == "garbled"
 
 
-def test_sides_that_have_agreed_once_are_garbled_and_not_apart() -> None:
-    # The engine starts with other weights than the trainer, gets them, and then falls back to what it was.
-    check, trainer = Prefill("float32"), probes(0)
-    check.begin(systematic(trainer, 0.383), trainer)
-    assert check.judge(noisy(trainer, 1e-6), trainer, changed=False).status == "unchanged"
-    assert check.judge(systematic(trainer, 0.383), trainer, changed=False).status == "garbled"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_floor_and_ceiling(dtype: str) -> None:
     for factor, status in ((1.1, "garbled"), (0.9, "in_sync")):
@@ -253,14 +228,6 @@ def test_a_tiny_change_under_a_coarse_dtype_is_seen_by_tensors_alone() -> None:
     engine, moved = noisy(trainer, 1.5e-2, 2), trainer + 1e-5
     assert copy.deepcopy(check).judge(engine, moved).status == "in_sync"
     assert check.judge(engine, moved, UNKNOWN).status == "stale"
-
-
-def test_a_first_update_that_does_nothing_is_stale() -> None:
-    # The engine holds the checkpoint on disk, not the trainer's model, before the first update and after.
-    check = Prefill("float16")
-    check.begin(probes(7), probes(0))
-    verdict = check.judge(probes(7), probes(0))
-    assert verdict.status == "stale" and verdict.movement == 0.0
 
 
 # Decode.
@@ -369,16 +336,6 @@ def test_fingerprint_is_of_the_weights_and_nothing_else() -> None:
     assert len({fingerprint([tensor]) for tensor in tensors}) == len(tensors)
     # Not contiguous, but the same values in the same places.
     assert fingerprint([("w", weight.T.contiguous().T)]) == fingerprint([("w", weight)])
-
-
-def test_fingerprint_samples_large_tensors_over_all_columns() -> None:
-    # 2^20 elements, 1024 columns: the stride is 17, so every column is visited and a change in any shows.
-    large = torch.zeros(1024, 1024)
-    mark = fingerprint([("w", large)])
-    for column in (0, 1023):
-        changed = large.clone()
-        changed[:, column] = 1e-6
-        assert fingerprint([("w", changed)]) != mark
 
 
 SHAPES = [(), (7,), (1, 5), (50, 3), (3 * SAMPLED_ROWS + 17, 5), (2 * SAMPLED_ROWS, 2, 3)]

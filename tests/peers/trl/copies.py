@@ -96,32 +96,12 @@ def _end(*nodes: ast.expr | ast.arg) -> tuple[int, int]:
     return max((int(node.end_lineno or 0) - 1, int(node.end_col_offset or 0)) for node in nodes)
 
 
-def _moved(root: Path) -> None:
-    """Move `_compute_loss` into a base class of its own."""
-    text = (root / TRAINER).read_text(encoding="utf-8")
-    (node,) = _methods(text, ("_compute_loss",))
-    lines = text.splitlines(keepends=True)
-    method = lines[node.lineno - 1 : node.end_lineno]
-    del lines[node.lineno - 1 : node.end_lineno]
-    text = "".join(lines)
-    head = "class GRPOTrainer(_BaseTrainer):"
-    assert head in text
-    (root / TRAINER).write_text(
-        text.replace(head, f"class _Loss:\n{''.join(method)}\n\nclass GRPOTrainer(_Loss, _BaseTrainer):"),
-        encoding="utf-8",
-    )
-
-
 CLIP = "            coef_2 = torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)\n"
 HEAD = "    def _compute_loss(self, model, inputs):\n"
 HELPER = (
     "    def _clipped(self, ratio):\n        return torch.clamp(ratio, 1 - self.epsilon_low, 1 + self.epsilon_high)\n\n"
 )
-RETURN = "        return loss\n"
-NORMALIZED = "    def _normalized(self, loss, mask):\n        return loss * mask.numel() / mask.sum()\n\n"
 OUTPUT = '            "num_items_in_batch": num_items_in_batch,\n'
-SYNC = "    def sync_weights(self):\n"
-RATIO = 'token_loss * inputs["importance_sampling_ratio"]'
 
 HARMLESS: dict[str, Change] = {
     "docstrings and comments": documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
@@ -129,62 +109,17 @@ HARMLESS: dict[str, Change] = {
     "a helper out of the loss": replaced(
         TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)
     ),
-    "metrics renamed": replaced(
-        TRAINER,
-        ('"clip_ratio/', '"clipped/'),
-        ('"sampling/importance_sampling_ratio/', '"rollout/ratio/'),
-        ('"entropy"]', '"policy_entropy"]'),
-    ),
-    "the loss in a base class": _moved,
-    "local names": replaced(TRAINER, ("per_token_loss", "token_losses"), ("log_importance_weights", "log_weights")),
-    "one more output of a batch": replaced(
-        TRAINER, (OUTPUT, OUTPUT + '            "release": torch.zeros(len(prompt_ids)),\n')
-    ),
-    "an update in two methods": replaced(
-        ENGINE, (SYNC, f"{SYNC}        self._send_all()\n\n    def _send_all(self):\n")
-    ),
 }
 """By name, what changes nothing that we depend on."""
 
-LOSS = '        mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]\n'
-SET = "        self.epsilon_low = args.epsilon\n"
-NEW_FLAG = (
-    '        if self.new_flag and inputs.get("release") is not None:\n            mask = mask * inputs["release"]\n'
-)
 NEW_RATIO = (
     '        if inputs.get("top_p_ratio") is not None:\n'
     '            per_token_loss = per_token_loss * inputs["top_p_ratio"]\n\n'
 )
 KL_ADDED = "        if self.beta != 0.0:\n            per_token_loss = per_token_loss + self.beta * per_token_kl\n"
 IN_A_BATCH = OUTPUT + '            "top_p_ratio": torch.full_like(completion_mask, 0.9, dtype=torch.float32),\n'
-
-ADDITIONS: dict[str, Change] = {
-    "an option and an input that are off": replaced(
-        TRAINER, (LOSS, LOSS + NEW_FLAG), (SET, SET + "        self.new_flag = False\n")
-    ),
-    "an input that no batch has": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED)),
-    "an input of each batch": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED), (OUTPUT, IN_A_BATCH)),
-    "an input that it needs": replaced(TRAINER, (RATIO, RATIO + ' * inputs["top_p_ratio"]'), (OUTPUT, IN_A_BATCH)),
-}
-"""What a later release may read beside; the last one cannot be done without."""
-
-HARMFUL: dict[str, tuple[Change, str]] = {
-    "a new normalizer": (
-        replaced(
-            TRAINER, ('normalizer = inputs["num_items_in_batch"]', 'normalizer = 2 * inputs["num_items_in_batch"]')
-        ),
-        "denominator",
-    ),
-    "a return through a normalizer of its own": (
-        replaced(
-            TRAINER, (RETURN, "        return self._normalized(loss, completion_mask)\n"), (HEAD, NORMALIZED + HEAD)
-        ),
-        "denominator",
-    ),
-    "a factor on the ratio": (replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "policy gradient"),
-    "another input": (replaced(TRAINER, (RATIO, 'token_loss * inputs["is_ratio"]')), "'is_ratio'"),
-}
-"""What changes the loss, and what the refusal says of it."""
+AN_INPUT_OF_EACH_BATCH = replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED), (OUTPUT, IN_A_BATCH))
+"""What a later release may read beside."""
 
 
 def copied(root: Path, change: Change, name: str = "trl", version: str = "1.18.2") -> Path:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer, correction, engines, generation, objective
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
 from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
@@ -33,7 +33,7 @@ from trl import GRPOTrainer
 
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError, PrecisionError, RecordError, RoutingError, WeightSyncError
+from mismatch_ext.errors import EngineError, RecordError, WeightSyncError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
@@ -49,12 +49,6 @@ def fail(error: Exception) -> Callable[..., Any]:
         raise error
 
     return raises
-
-
-class Routing:
-    """Stands in for replay; no batch is scored once more."""
-
-    config, draws = SimpleNamespace(mode="R3"), SimpleNamespace(native_gap=lambda: False)
 
 
 LOG = SimpleNamespace(
@@ -213,11 +207,11 @@ def broken_update(fails: bool) -> None:
     found.sync_weights()
 
 
-def broken_verdict(fails: bool, error: Exception, owner: str, name: str) -> None:
+def stale_update(fails: bool) -> None:
     """Fail where both sides are checked after an update."""
     found = checked()
     if fails:
-        setattr(getattr(found, owner), name, fail(error))
+        found.verifier.verify = fail(WeightSyncError("the engine is stale"))
     found.sync_weights()
 
 
@@ -246,16 +240,6 @@ def refused_rollout(fails: bool) -> None:
         own._generate([])
 
 
-def refused_mask(fails: bool) -> None:
-    """Get an answer of the engine on one rank of which no sampling mask can be made."""
-    of = fail(RecordError("more tokens are left")) if fails else lambda result, *_: (None, result)
-    found = checked(masks=SimpleNamespace(of=of, patches=()))
-    with found.keeping([]):
-        found.generate([])
-        gathered("lengths")
-        found.agree()
-
-
 def measured(case: Callable[[Any], Any], **changes: Any) -> str:
     """Go on after a failed check, with as many collectives on both ranks; return how many failed on any rank."""
     checks = Checks(False)
@@ -267,18 +251,6 @@ def measured(case: Callable[[Any], Any], **changes: Any) -> str:
     return f"verifies {found.verifies}, {max(gathered(sum(checks.counts.values())))} failed"
 
 
-def measured_begin(fails: bool) -> str:
-    """Fail on one rank in noting the gap before the first update."""
-    verifier = Verifier()
-    verifier.begin = fail(EngineError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
-
-    def case(found: Any) -> None:
-        found.engine.fresh, found.run.step = True, 0
-        found._sync(WORLD)
-
-    return measured(case, verifier=verifier)
-
-
 def measured_score(fails: bool, error: Exception) -> str:
     """Fail on one rank in scoring the probes."""
 
@@ -287,20 +259,6 @@ def measured_score(fails: bool, error: Exception) -> str:
         found._sync(WORLD)
 
     return measured(case)
-
-
-def measured_rollout(fails: bool) -> str:
-    """Get a rollout of one rank's engine that is refused."""
-    rows = ([[1]], [[2]], [[[-1.0]] * (2 if fails else 1)], None)
-    case = lambda found: found.generate([[1]])  # noqa: E731
-    return measured(case, plain_generate=lambda *_, **__: rows, provenance=_origin)
-
-
-def mistaken_rollout(fails: bool) -> str:
-    """Make a mistake with a rollout on one rank."""
-    rows = ([[1]], [[2]], None if fails else [[[-1.0]]], None)
-    case = lambda found: found.generate([[1]])  # noqa: E731
-    return measured(case, plain_generate=lambda *_, **__: rows, provenance=_origin)
 
 
 def served_update(fails: bool) -> None:
@@ -320,42 +278,36 @@ def served_update(fails: bool) -> None:
     found.sync_weights()
 
 
-def served_answer(fails: bool) -> None:
-    """Fail on the main process in asking a server."""
-    server = object.__new__(engines.Served)
-    vars(server).update(_ranks=WORLD, _client=None)
-    server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
-
-
-def served_routes(fails: bool, unpacked: Callable[..., Any]) -> str:
+def served_routes(fails: bool) -> str:
     """Get the main process's answers of a server, of which each rank is to get its own two and no other."""
     server = object.__new__(engines.Served)
     choices = [{"index": number, "token_ids": [number]} for number in range(4)]
     vars(server).update(_ranks=WORLD, _client=SimpleNamespace(choices=choices if fails else None))
-    read = mock.patch.object(engines, "unpacked", unpacked)
+    server._expect_own_weights = lambda: None
     to_all = mock.patch.object(engines, "broadcast_object_list", fail(AssertionError("all routes were sent to all")))
-    with read, to_all, mock.patch.object(server, "_expect_own_weights", lambda: None):
-        with server.captured(None) as outputs:
-            pass
+    with mock.patch.object(engines, "unpacked", lambda routes: routes), to_all, server.captured(None) as outputs:
+        pass
     return f"got {[output.outputs[0].token_ids[0] for output in outputs]}"
 
 
-def method(fails: bool, path: str, error: Exception, routing: Any = None) -> Any:
-    """Fail in a method of the run's, or of one of its parts."""
-    owner, _, name = path.rpartition(".")
+def other_sampling(fails: bool) -> Any:
+    """Fail in comparing what both sides sample with."""
 
     def change(own: Any) -> None:
-        own.mm.scoring.routing = routing
-        setattr(getattr(own.mm, owner) if owner else own.mm, name, fail(error) if fails else lambda *_: None)
+        own.mm.scoring.routing = None
+        own.mm.follow_sampling = fail(RecordError("another temperature")) if fails else lambda: None
 
     return step(batch(), change)
 
 
-def broken_correction(fails: bool) -> None:
-    """Fail in weighing a batch."""
-    weigh = fail(RecordError("no weights")) if fails else correction.correct
-    with mock.patch.object(correction, "correct", weigh):
-        step(batch(), **MIS)
+def refused_gap(fails: bool) -> Any:
+    """Fail in measuring the gap of a batch."""
+
+    def change(own: Any) -> None:
+        if fails:
+            own.mm.log.sums = SimpleNamespace(add_gap=fail(RecordError("not finite")))
+
+    return step(batch(), change)
 
 
 def controller(fails: bool) -> None:
@@ -372,36 +324,19 @@ def baseline(fails: bool) -> str:
     return f"baseline {[round(value, 3) for value in found[0].tolist()]} by {gather.call_count} object"
 
 
-MIS = {"correction": {"preset": "token_truncate"}}
 CASES: dict[str, Callable[[bool], Any]] = {
     "turns": unequal_turns,
     "alone": sampled_alone,
     "moved": moved_on_one,
     "update": broken_update,
-    "audit": lambda fails: broken_verdict(fails, PrecisionError("sent in bfloat16"), "run", "sent"),
-    "stale": lambda fails: broken_verdict(fails, WeightSyncError("the engine is stale"), "verifier", "verify"),
-    "engine": lambda fails: broken_verdict(fails, OSError("engine is gone"), "verifier", "verify"),
+    "stale": stale_update,
     "rollouts": refused_rollout,
-    "masks": refused_mask,
-    "measured begin": measured_begin,
     "measured score": lambda fails: measured_score(fails, EngineError("out of memory")),
-    "measured rollouts": measured_rollout,
     "mistaken score": lambda fails: measured_score(fails, AttributeError("a mistake of ours")),
-    "mistaken rollouts": mistaken_rollout,
     "served update": served_update,
-    "served answer": served_answer,
-    "served routes": lambda fails: served_routes(fails, lambda routes: routes),
-    "served unreadable": lambda fails: served_routes(fails, fail(RoutingError("no base64"))),
-    "sampling": lambda fails: method(fails, "follow_sampling", RecordError("another temperature")),
-    "records": lambda fails: method(fails, "check_records", RecordError("other tokens")),
-    "routes": lambda fails: method(fails, "scoring.settle", RoutingError("routes of other tokens"), Routing()),
-    "gap": lambda fails: step(
-        batch(),
-        lambda own: (
-            setattr(own.mm.log, "sums", SimpleNamespace(add_gap=fail(RecordError("not finite")))) if fails else None
-        ),
-    ),
-    "correction": broken_correction,
+    "served routes": served_routes,
+    "sampling": other_sampling,
+    "gap": refused_gap,
     "baseline": baseline,
     "controller": controller,
 }

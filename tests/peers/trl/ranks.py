@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`, and what their results have in common."""
+"""Two processes under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ KINDS = {
         *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
     ],
 }
-TYPES = {"ddp": "DistributedType.MULTI_CPU", "fsdp2": "DistributedType.FSDP"}
 ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
@@ -29,9 +28,8 @@ ACCELERATE = [
 
 
 def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload: Any) -> Ran:
-    """Run a scenario on two ranks; its result is a list, an entry per rank."""
-    result = out / "result.json"
-    given = {"out": str(out), "result": str(result), "limit": limit, **payload}
+    """Run a scenario on two ranks."""
+    given = {"out": str(out), "limit": limit, **payload}
     command = [
         *ACCELERATE,
         *KINDS[kind],
@@ -50,27 +48,4 @@ def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # the launcher passes it on to its ranks
         stdout, stderr = process.communicate(timeout=60)
-    found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
-    return Ran(process.returncode, found, stdout, stderr)
-
-
-def check_ranks(kind: str, found: list[dict[str, Any]]) -> None:
-    """Check that two ranks shared a run, and that both logged the same numbers and ended with the same weights."""
-    first, second = found
-    for rank in found:
-        assert (rank["kind"], rank["processes"]) == (TYPES[kind], 2)
-        assert rank["sharded"] == (1.0 if kind == "fsdp2" else 0.0)
-    assert first["parameters"] == second["parameters"]
-    assert first["logged"] == second["logged"] and first["logged"]
-
-
-def of(ranks: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Return an entry of each rank's result."""
-    for name in names:
-        ranks = [rank[name] for rank in ranks]
-    return ranks
-
-
-def series(rank: dict[str, Any], name: str) -> list[float]:
-    """Return a metric of each step."""
-    return [entry[name] for entry in rank["logged"]]
+    return Ran(process.returncode, None, stdout, stderr)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
+from mismatch_ext.adapters.trl import attach
 from mismatch_ext.adapters.vllm import weights
-from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTTrainer
 from trl.generation import vllm_generation
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import build as build_report
 from tests.peers.engines.sleeping import note_updates, sleepy
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -37,35 +34,6 @@ class Mine(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
         return {**output, "advantages": output["advantages"] / 2}
-
-
-class Counted(TrainerCallback):
-    """Counts the model's forward passes and the engine's calls by step; an attribute of `seen` for each."""
-
-    def __init__(self) -> None:
-        self.passes = self.calls = 0
-        self.seen: list[list[int]] = []
-
-    def watch(self, trainer: Any) -> None:
-        """Count from here on."""
-        trainer.add_callback(self)
-        trainer.model.register_forward_pre_hook(lambda *_: self._add("passes"))
-        llm = trainer.vllm_generation.llm
-        generate = llm.generate
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._add("calls")
-            return generate(*args, **kwargs)
-
-        llm.generate = counted
-
-    def _add(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note what the step took, or what came before the first."""
-        self.seen.append([self.passes, self.calls])
-        self.passes = self.calls = 0
 
 
 @contextmanager
@@ -91,7 +59,7 @@ def train(
     model: str, out: str, attached: bool, cls: str = "stock", lost: bool = False, **overrides: Any
 ) -> dict[str, Any]:
     """Train and evaluate; return all that training has left, and what was measured if something measured."""
-    trainer, count, sampled = build(model, out, cls, **overrides), Counted(), []
+    trainer, sampled = build(model, out, cls, **overrides), []
     dropped: list[float] = []
     score = trainer._generate_and_score_completions
 
@@ -103,9 +71,7 @@ def train(
         return output
 
     trainer._generate_and_score_completions = noted
-    count.watch(trainer)
     measured = attach(trainer) if attached else None
-    count.on_step_end()
     updates: list[int] = []
     update = weights.update_weights
 
@@ -114,42 +80,28 @@ def train(
         if not lost or len(updates) == 1:
             update(llm, named)
 
-    with (
-        mock.patch("mismatch_ext.adapters.vllm.update_weights", forgetful),
-        warnings.catch_warnings(record=True) as told,
-    ):
-        warnings.simplefilter("always")
+    with mock.patch("mismatch_ext.adapters.vllm.update_weights", forgetful):
         trainer.train()
         evaluated = trainer.evaluate()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [*(entry for entry in trainer.state.log_history if "loss" in entry), evaluated]
+    states = trainer.optimizer.state_dict()["state"].values()
+    moments = [value.tolist() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     found = {
         "parameters": digest_of(trainer.model),
-        "optimizer": hashlib.sha256(
-            b"".join(
-                value.numpy().tobytes()
-                for state in trainer.optimizer.state_dict()["state"].values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            )
-        ).hexdigest(),
+        "optimizer": hashlib.sha256(repr(moments).encode()).hexdigest(),
         "sampled": sampled,
-        "dropped": dropped,
         "random": torch.get_rng_state().sum().item(),
-        "training": trainer.model.training,
-        "checkpointing": trainer.model.is_gradient_checkpointing,
-        "logged": [_stable(entry) for entry in [*logged, evaluated]],
-        "passes and calls": count.seen,
+        "modes": [trainer.model.training, trainer.model.is_gradient_checkpointing],
+        "logged": [_stable(entry) for entry in logged],
     }
     if measured is None:
         return found
     run = read_run(measured.log.run_dir)
     return found | {
-        "host": run.header["run"]["host"],
-        "measured": [{k: v for k, v in entry.items() if "mismatch/" in k} for entry in [*logged, evaluated]],
+        "measured": [{k: v for k, v in entry.items() if "mismatch/" in k} for entry in logged],
         "verdict": measured.verdict and measured.verdict.status,
         "events": [[event.name, event.message] for event in run.events],
-        "told": [str(warning.message) for warning in told],
-        "report": len(build_report(measured.log.run_dir).path.read_text(encoding="utf-8")),
+        "dropped": dropped,
     }
 
 
@@ -159,62 +111,61 @@ def _stable(entry: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in entry.items() if "mismatch/" not in k and not k.endswith(timed)}
 
 
-def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
-    """Measure an engine that sleeps between generations."""
+def sleeping(model: str, out: str, loses: str = "") -> None:
+    """Measure an engine that sleeps between generations, and one that loses a buffer by it."""
     with sleepy(loses) as slept:
         trainer = build(model, out, vllm_enable_sleep_mode=True)
         measured = attach(trainer)
         note_updates(measured.engine, trainer.vllm_generation, slept)
         trainer.train()
-    return {
-        "slept": slept,
-        "steps": trainer.state.global_step,
-        "verdict": measured.verdict and measured.verdict.status,
-        "findings": [event.message for event in read_run(measured.log.run_dir).events if event.name == "check_failed"],
-    }
+    findings = findings_of(measured)
+    assert measured.verdict is not None and measured.verdict.status == ("garbled" if loses else "in_sync")
+    if loses:
+        assert any("'weight_sync' failed" in message for message in findings)
+    else:
+        assert slept == ["asleep", *["kv_cache", "loaded", "kv_cache", "asleep"] * trainer.state.global_step]
+        assert findings == []
 
 
-def at_two_temperatures(model: str, out: str) -> list[str]:
-    """Measure an engine that samples at another temperature than the trainer scores with, and return what failed."""
-    trainer = build(model, out, generation_kwargs={"temperature": 0.5}, max_steps=1)
-    measured = attach(trainer)
-    trainer.train()
+def findings_of(measured: Any) -> list[str]:
+    """Return what has failed in a run."""
     return [event.message for event in read_run(measured.log.run_dir).events if event.name == "check_failed"]
 
 
-def refused(model: str, out: str) -> dict[str, str]:
+def at_two_temperatures(model: str, out: str) -> None:
+    """Measure an engine that samples at another temperature than the trainer scores with."""
+    trainer = build(model, out, generation_kwargs={"temperature": 0.5}, max_steps=1)
+    measured = attach(trainer)
+    trainer.train()
+    messages = findings_of(measured)
+    assert len(messages) == 2  # at the start, and with its only batch
+    for message in messages:
+        assert "'sampling' failed" in message
+        assert "generation_kwargs['temperature']=0.5 but temperature=1.0" in message
+
+
+def refused(model: str, out: str) -> None:
     """Attach to what it cannot serve, and twice."""
-    said = {}
-
-    def ask(name: str, trainer: Any) -> None:
-        try:
-            attach(trainer)
-        except ConfigError as error:
-            said[name] = str(error)
-
-    ask("other", object.__new__(SFTTrainer))
     args = arguments(out, use_vllm=False, bf16=False)
     given: dict[str, Any] = {"model": model, "reward_funcs": graded, "train_dataset": rows()}
-    ask("no engine", GRPOTrainer(args=GRPOConfig(**args), **given))
-    block = MismatchGRPOTrainer(args=MismatchGRPOConfig(mismatch={"lr": {}}, **args), **given)
-    block.use_vllm = True
-    ask("block", block)
     twice = object.__new__(GRPOTrainer)
     vars(twice).update(use_vllm=True, mm=object())
-    ask("twice", twice)
-    return said
+    for trainer, words in (
+        (object.__new__(SFTTrainer), "SFTTrainer"),
+        (GRPOTrainer(args=GRPOConfig(**args), **given), "use_vllm=False"),
+        (twice, "measured already"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            attach(trainer)
 
 
-def documented(model: str, out: str, block: str) -> dict[str, Any]:
+def documented(model: str, out: str, block: str) -> None:
     """Run the first block of docs/trl.md, with a tiny model and arguments for a CPU."""
     space: dict[str, Any] = {}
     short = arguments(out, max_steps=1, **FLOAT32)
-    config = functools.partial(
-        GRPOConfig, **{name: value for name, value in short.items() if name not in ("output_dir", "use_vllm")}
-    )
-    with eager(), mock.patch("trl.GRPOConfig", config):
+    given = {name: value for name, value in short.items() if name not in ("output_dir", "use_vllm")}
+    with eager(), mock.patch("trl.GRPOConfig", functools.partial(GRPOConfig, **given)):
         exec(block, {"dataset": rows(), "reward": graded}, space)
-    run = read_run(Path(out, "mismatch"))
-    return json.loads(
-        json.dumps({"steps": space["trainer"].state.global_step, "metrics": sorted(run.steps[-1].metrics)})
-    )
+    assert space["trainer"].state.global_step == 1
+    metrics = read_run(Path(out, "mismatch")).steps[-1].metrics
+    assert {"loss", "mismatch/k3_kl", "mismatch/weight_sync_gap"} <= metrics.keys()

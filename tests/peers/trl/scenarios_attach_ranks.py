@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_attach import FLOAT32, eager
-from tests.peers.trl.scenarios_ranks import main, outcome
+from tests.peers.trl.scenarios_ranks import main, outcome, series
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
 
@@ -40,7 +40,7 @@ def spoil_on_one_rank(trainer: Any) -> None:
     trainer.vllm_generation.generate = spoiled
 
 
-def attached(model: str, out: str) -> dict[str, Any]:
+def attached(model: str, out: str) -> None:
     """Train alone, measured, and measured with a NaN on one rank and a log on the other."""
     found: dict[str, Any] = {}
     for name in ("stock", "measured", "nan"):
@@ -53,11 +53,18 @@ def attached(model: str, out: str) -> dict[str, Any]:
         measured = None if name == "stock" else attach(trainer)
         found[name] = outcome(trainer)
         if measured is not None:
-            found[name]["verdict"] = measured.verdict and measured.verdict.status
+            assert measured.verdict is not None and measured.verdict.status == "in_sync"
             if trainer.accelerator.is_main_process:
-                events = read_run(measured.log.run_dir).events
-                found[name]["findings"] = [event.message for event in events if event.name == "check_failed"]
-    return found
+                assert not any(event.name == "check_failed" for event in read_run(measured.log.run_dir).events)
+    stock, measured, nan = found.values()
+    assert measured["parameters"] == stock["parameters"]
+    for name in stock["logged"][0]:
+        assert series(measured, name) == series(stock, name)
+    assert 0 < max(series(measured, "mismatch/logp_abs_diff_mean")) < 0.01
+    # Of the batch with a NaN all other rows are measured, and neither rank waits.
+    (whole, both), (same, fewer) = (series(run, "mismatch/tokens") for run in (measured, nan))
+    assert same == whole and both / 2 < fewer < both
+    assert nan["logged"][1]["mismatch/bad_rows/rollout_logprobs"] == 1.0
 
 
 if __name__ == "__main__":

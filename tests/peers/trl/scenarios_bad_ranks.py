@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 
-from mismatch_ext.errors import MismatchError
+from mismatch_ext.errors import NonFiniteLogprobError
 from tests.peers.trl.scenarios_attach import FLOAT32, eager
 from tests.peers.trl.scenarios_bad_rows import spoiling, weigh_nothing
-from tests.peers.trl.scenarios_ranks import build, digest_of, main, outcome
+from tests.peers.trl.scenarios_ranks import both, build, digest_of, main, outcome
 
 ACTS: dict[str, Any] = {"monitor": {"weight_sync": "error", "default_alarms": False, "max_bad_rows": 1.0}}
+RANK = int(os.environ["RANK"])
 SPOILED, ROW, BATCH = 1, 3, 2
 """Rank, row and batch of the fault."""
 
@@ -26,83 +28,80 @@ def built(model: str, out: str, **given: Any) -> Any:
         return build(model, out, ACTS | sections, use_vllm=True, max_steps=3, **given, **FLOAT32)
 
 
-def one_bad_row(model: str, out: str) -> dict[str, Any]:
+def one_bad_row(model: str, out: str) -> None:
     """Train with a fault in one row of 32, on one rank, and without it and with loss weight 0 for this row."""
-    rows = [ROW] if int(os.environ["RANK"]) == SPOILED else []
-    found: dict[str, Any] = {}
+    rows = [ROW] if RANK == SPOILED else []
+    found, slopes = [], []
     for fault in (None, "nan"):
         trainer = built(model, f"{out}/{fault}", per_device_train_batch_size=16)
         with spoiling(trainer, fault, rows, [BATCH]) as noted:
             if fault is None:
                 weigh_nothing(trainer, noted)
-            found[str(fault)] = outcome(trainer) | {"slope": noted.get("slope")}
-    return found | {"own pass": not_finite(model, f"{out}/own")}
+            found.append(outcome(trainer))
+        slopes.append(noted.get("slope"))
+    weightless, spoiled = found
+    assert spoiled["parameters"] == weightless["parameters"]
+    # The row would have had a part in the step.
+    first, second = both(slopes[0])
+    assert first == 0 < second
+    assert bad_rows(spoiled, "rollout_logprobs") == [None, 1.0, 0.0]
+    not_finite(model, f"{out}/own")
 
 
-def nowhere_finite(model: str, out: str) -> dict[str, Any]:
-    """Train while what the first pass returns of a batch is finite in no row of one rank, and then in no row of either."""
-    found: dict[str, Any] = {}
+def bad_rows(run: dict[str, Any], reason: str) -> list[float | None]:
+    """Return how many rows were bad for a reason in each step."""
+    return [entry.get(f"mismatch/bad_rows/{reason}") for entry in run["logged"]]
+
+
+def nowhere_finite(model: str, out: str) -> None:
+    """Train while what the first pass returns of a batch is finite in no row of one rank, and then in no row of either.
+
+    Each rank has the four rows of a prompt.
+    """
     for ranks in ([SPOILED], [0, 1]):
         monitor = ACTS["monitor"] | {"max_bad_rows": 0.4}
         trainer = built(model, f"{out}/{len(ranks)}", monitor=monitor, per_device_train_batch_size=4)
-        trainer._get_per_token_logps_and_entropies = _without_finite(trainer, ranks)
-        kept = outcome(trainer)
+        trainer._get_per_token_logps_and_entropies = _spoiled_pass(trainer, ranks, in_loss=False)
+        found = outcome(trainer)
         folder = trainer.mm.log.run_dir
-        found[str(len(ranks))] = kept | {
-            "steps": trainer.state.global_step,
-            "checkpoints": sorted(path.name for path in folder.parent.glob("checkpoint-*")),
-            "evidence": sorted(path.name for path in folder.glob("evidence-*")),
-        }
-    return found
+        checkpoints = [path.name for path in folder.parent.glob("checkpoint-*")]
+        if ranks == [SPOILED]:
+            assert trainer.state.global_step == 3 and checkpoints == []
+            assert bad_rows(found, "old_logprobs") == [None, 4.0, 0.0]
+        else:
+            assert trainer.state.global_step == 2 and checkpoints == ["checkpoint-2"]
+            assert [path.name for path in folder.glob("evidence-*")] == ["evidence-2.jsonl.gz"]
+            assert bad_rows(found, "old_logprobs") == [None, 8.0]
 
 
-def _without_finite(trainer: Any, ranks: list[int]) -> Any:
-    """Return the scoring pass, which of one batch returns nothing but NaN on some ranks."""
+def _spoiled_pass(trainer: Any, ranks: list[int], *, in_loss: bool) -> Any:
+    """Return the scoring pass, which of one batch returns nothing but NaN on some ranks, in its loss or before."""
     score = trainer._get_per_token_logps_and_entropies
 
     def scored(*args: Any, **kwargs: Any) -> Any:
         logps, *rest = score(*args, **kwargs)
-        fresh = trainer.mm.rollouts is not None
-        spoils = trainer.accelerator.process_index in ranks and trainer.state.global_step == BATCH - 1
-        return (logps * torch.nan if fresh and spoils else logps, *rest)
+        of_loss = torch.is_grad_enabled() and trainer.mm.rollouts is None
+        spoils = RANK in ranks and trainer.state.global_step == BATCH - 1
+        at_once = of_loss if in_loss else trainer.mm.rollouts is not None
+        return (logps * torch.nan if at_once and spoils else logps, *rest)
 
     return scored
 
 
-def own_pass_with_kl(model: str, out: str) -> dict[str, Any]:
-    """Train as `not_finite` does, with this package's KL term, whose loss looks at the log-probabilities."""
-    return not_finite(model, out, kl={"coef": 0.1})
-
-
-def not_finite(model: str, out: str, **sections: Any) -> dict[str, Any]:
-    """Train until one rank's own pass is not finite in the second step; return how each rank ended, and its weights around it."""
-    trainer = built(model, out, **sections)
+def not_finite(model: str, out: str) -> None:
+    """Train until one rank's own pass is not finite in the second step, which neither takes."""
+    trainer = built(model, out)
     plain, digests = trainer.compute_loss, list[str]()
-    score = trainer._get_per_token_logps_and_entropies
-
-    def scored(*args: Any, **kwargs: Any) -> Any:
-        logps, *rest = score(*args, **kwargs)
-        in_loss = torch.is_grad_enabled() and trainer.mm.rollouts is None
-        spoils = trainer.accelerator.process_index == SPOILED and trainer.state.global_step == BATCH - 1
-        return (logps * torch.nan if in_loss and spoils else logps, *rest)
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         digests.append(digest_of(trainer.model))
         return plain(*args, **kwargs)
 
-    trainer._get_per_token_logps_and_entropies = scored
+    trainer._get_per_token_logps_and_entropies = _spoiled_pass(trainer, [SPOILED], in_loss=True)
     trainer.compute_loss = compute_loss
-    error = ""
-    try:
+    with pytest.raises(NonFiniteLogprobError, match="the gradient norm of step 2 is nan"):
         trainer.train()
-    except MismatchError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {
-        "error": error,
-        "before": digests[-1],
-        "after": digest_of(trainer.model),
-        "steps": trainer.state.global_step,
-    }
+    assert digest_of(trainer.model) == digests[-1] and trainer.state.global_step == 1
 
 
 if __name__ == "__main__":

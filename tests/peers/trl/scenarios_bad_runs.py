@@ -12,21 +12,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
-from mismatch_ext.adapters.trl.rows import row_keys
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from mismatch_ext import files
-from mismatch_ext.errors import MismatchError
+from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.log_reading import METRICS_FILES, read_run
-from tests.peers.trl.scenarios_bad_rows import ENGINE_FAULTS, built, spoiling, weigh_nothing
+from tests.peers.trl.scenarios_bad_rows import (
+    ACTS,
+    ALL,
+    ENGINE_FAULTS,
+    built,
+    checkpoints_of,
+    evidence_of,
+    expect_finite,
+    spoiling,
+    weigh_nothing,
+)
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
-Keys = set[tuple[tuple[int, ...], tuple[int, ...]]]
-
+SCALED = {"precision": {"dtype": "float16", "init_scale": 1024.0}}
 ROW = 5
 """The bad row of each batch."""
 REASONS = ("", "rollout_logprobs", "mask", "old_logprobs", "tokens", "weight_version")
@@ -88,24 +96,25 @@ def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
         llm.generate = sample
 
 
-def reasons(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+def reasons(model: str, out: str, **overrides: Any) -> None:
     """Train with another reason at each step, and without any and with loss weight 0 for the same rows."""
-    found: dict[str, Any] = {}
+    found = []
     for faulty in (False, True):
-        trainer = built(model, f"{out}/{faulty}", block, max_steps=len(REASONS), **overrides)
-        digests = list[str]()
-        trainer.add_callback(Digests(digests))
+        trainer = built(model, f"{out}/{faulty}", ALL | {"sampling_mask": {}}, max_steps=len(REASONS), **overrides)
+        digests = digests_of(trainer)
         with each_reason(trainer, faulty) as noted:
             if not faulty:
                 weigh_nothing(trainer, noted)
             trainer.train()
-        run = read_run(trainer.mm.log.run_dir)
-        found["faulty" if faulty else "weightless"] = {
-            "parameters": digests,
-            "logged": [entry for entry in trainer.state.log_history if "loss" in entry],
-            "said": [event.data for event in run.events if event.name == "bad_rows"],
-        }
-    return found
+        said = [event.data for event in read_run(trainer.mm.log.run_dir).events if event.name == "bad_rows"]
+        assert said == ([{"reason": reason, "rows": 1} for reason in REASONS[1:]] if faulty else [])
+        found.append(digests)
+    assert found[0] == found[1] and len(set(found[0])) == 6
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    expect_finite(logged)
+    for step, reason in enumerate(REASONS[1:], 1):
+        counts = [entry.get(f"mismatch/bad_rows/{reason}") for entry in logged]
+        assert counts == [None] * step + [1.0] + [0.0] * (5 - step), reason
 
 
 class Digests(TrainerCallback):
@@ -119,210 +128,123 @@ class Digests(TrainerCallback):
         self._digests.append(digest_of(model))
 
 
-def not_finite(
-    model: str, out: str, block: Any, spoiled: int = 2, in_loss: bool = True, **overrides: Any
-) -> dict[str, Any]:
-    """Train while the trainer's passes over one batch are finite in no row; return how it ended, and each step's weights.
-
-    With `in_loss` the model itself is spoiled, and so are the gradients; otherwise only what the first pass returns.
-    """
-    trainer = built(model, out, block, **{"max_steps": 4, **overrides})
-    score = trainer._get_per_token_logps_and_entropies
-    norm = trainer.model.model.norm
-    count = {"batches": 0}
-
-    def scored(*args: Any, **kwargs: Any) -> Any:
-        fresh = trainer.mm.rollouts is not None
-        count["batches"] += fresh
-        if count["batches"] != spoiled or not (fresh or in_loss):
-            return score(*args, **kwargs)
-        handle = norm.register_forward_hook(lambda module, given, result: result * torch.nan)
-        try:
-            return score(*args, **kwargs)
-        finally:
-            handle.remove()
-
-    trainer._get_per_token_logps_and_entropies = scored
-    digests = [digest_of(trainer.model)]
-    trainer.add_callback(Digests(digests))
-    error = ""
-    try:
-        trainer.train()
-    except MismatchError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    scaler, run_dir = trainer.accelerator.scaler, trainer.mm.log.run_dir
-    return {
-        "error": error,
-        "steps": trainer.state.global_step,
-        "parameters": digests,
-        "skipped": None if scaler is None else scaler.metrics()["overflow_steps"],
-        "scale": None if scaler is None else scaler.get_scale(),
-        "said": [event.message for event in read_run(run_dir).events if event.name == "bad_rows"],
-        "kept": sorted(path.name for path in run_dir.glob("evidence-*")),
-        "checkpoints": sorted(path.name for path in run_dir.parent.glob("checkpoint-*")),
-    }
-
-
-def not_finite_in_loss(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Train while a weight is NaN for the loss of the second step; return how it ended, and each step's weights."""
-    trainer = built(model, out, block, max_steps=3, **overrides)
-    plain, weight = trainer.compute_loss, trainer.model.model.norm.weight
-
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step != 1:
-            return plain(*args, **kwargs)
-        handle = trainer.model.model.norm.register_forward_hook(lambda module, given, result: result * torch.nan)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            handle.remove()
-
-    assert weight.isfinite().all()
-    trainer.compute_loss = compute_loss
+def digests_of(trainer: Any) -> list[str]:
+    """Return a list that gets a digest of the weights after each step."""
     digests = list[str]()
     trainer.add_callback(Digests(digests))
+    return digests
+
+
+@contextlib.contextmanager
+def broken(model: Any) -> Iterator[None]:
+    """Let a model compute NaN meanwhile."""
+    handle = model.model.norm.register_forward_hook(lambda module, given, result: result * torch.nan)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def break_batch(trainer: Any, number: int) -> None:
+    """Let the trainer's passes over one batch be finite in no row."""
+    score, count = trainer._get_per_token_logps_and_entropies, [0]
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        count[0] += trainer.mm.rollouts is not None
+        with broken(trainer.model) if count[0] == number else contextlib.nullcontext():
+            return score(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = scored
+
+
+def not_finite(model: str, out: str) -> None:
+    """Have a batch that is finite in no row: it moves no weight, and ends an acting run with a checkpoint."""
+    trainer = built(model, out, ACTS, max_steps=4)
+    break_batch(trainer, 2)
+    digests = digests_of(trainer)
     trainer.train()
-    return {"parameters": digests, "skipped": trainer.accelerator.scaler.metrics()["overflow_steps"]}
+    first, second = digests
+    assert first == second and trainer.state.global_step == 2
+    assert checkpoints_of(trainer) == ["checkpoint-2"] and evidence_of(trainer) == ["evidence-2.jsonl.gz"]
+    events = [event.message for event in read_run(trainer.mm.log.run_dir).events if event.name == "bad_rows"]
+    assert events[0].startswith("8 bad rows (old_logprobs) before step 2, such as: row 0, token 0: the trainer's")
+    assert events[1].startswith("8 of the 16 rows of steps 1 to 2 were bad")
 
 
-def never_finite(model: str, out: str, block: Any) -> dict[str, Any]:
-    """Train while no batch's loss has finite gradients, with a torch scaler, which never gives up; return how it ended."""
-    trainer = built(model, out, block, max_steps=30)
+def not_finite_in_many_steps(model: str, out: str) -> None:
+    """Have such a batch in float16: it lowers no loss scale, however many steps it takes."""
+    trainer = built(model, out, ALL | SCALED, num_iterations=22, max_steps=24)
+    break_batch(trainer, 1)
+    digests = digests_of(trainer)
+    trainer.train()
+    scaler = trainer.accelerator.scaler
+    assert scaler.metrics()["overflow_steps"] == 22 and scaler.get_scale() == 1024.0
+    *skipped, first, second = digests
+    assert len(set(skipped)) == 1 and len({skipped[-1], first, second}) == 3
+
+
+def not_finite_in_loss(model: str, out: str, section: dict[str, Any]) -> None:
+    """Let the model be broken in the loss of the second step alone: a section finds it, and the scaler skips the step."""
+    trainer = built(model, out, ALL | section | SCALED, max_steps=3, top_k=6)
+    plain = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        with broken(trainer.model) if trainer.state.global_step == 1 else contextlib.nullcontext():
+            return plain(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    digests = digests_of(trainer)
+    trainer.train()
+    first, second, third = digests
+    assert trainer.accelerator.scaler.metrics()["overflow_steps"] == 1 and first == second != third
+
+
+def never_finite(model: str, out: str) -> None:
+    """Train while no batch's loss has finite gradients, with a torch scaler, which never gives up: the run ends."""
+    trainer = built(model, out, ALL | SCALED, max_steps=30)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer.model.model.norm.register_full_backward_hook(lambda module, slopes, given: (slopes[0] * torch.nan,))
-    before, error = digest_of(trainer.model), ""
-    try:
+    before = digest_of(trainer.model)
+    with pytest.raises(NonFiniteLogprobError, match="^the gradients of 20 batches in a row were not finite"):
         trainer.train()
-    except MismatchError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {"error": error, "steps": trainer.state.global_step, "moved": digest_of(trainer.model) != before}
+    assert trainer.state.global_step == 19 and digest_of(trainer.model) == before
 
 
-def carried_over(model: str, out: str, block: Any, again: int, **overrides: Any) -> dict[str, Any]:
-    """Train twice on the first batch, which has a bad row, the second time in place of a later one, as a replay buffer does."""
+class Replaying(MismatchGRPOTrainer):
+    """Gives the first batch once more instead of a later one, as a replay buffer does."""
 
-    class Buffer(MismatchGRPOTrainer):
-        pass
+    again: int
+    batches = 0
+    first: Any = None
 
-    class Replaying:
-        """Gives the first batch once more instead of a later one."""
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        self.batches += 1
+        if self.batches == 1:
+            self.first = output
+        return dict(self.first) if self.batches == self.again else output
 
-        batches = 0
-        first: Any = None
 
-        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-            output = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
-            self.batches += 1
-            if self.batches == 1:
-                self.first = output
-            return dict(self.first) if self.batches == again else output
-
-    class WithBuffer(Replaying, Buffer):  # type: ignore[misc]
-        pass
-
-    found = {}
+def carried_over(model: str, out: str, again: int) -> None:
+    """Train twice on the first batch, which has a bad row, the second time in place of a later one: the row stays bad."""
+    found = []
     for fault in (None, "nan"):
-        args = MismatchGRPOConfig(
-            **arguments(f"{out}/{fault}", mismatch=block, bf16=False, beta=0.1, max_steps=again + 1, **overrides)
-        )
-        trainer: Any = WithBuffer(model=model, reward_funcs=graded, args=args, train_dataset=rows())
-        digests = list[str]()
-        trainer.add_callback(Digests(digests))
+        given = arguments(f"{out}/{fault}", bf16=False, beta=0.1, max_steps=again + 1)
+        args = MismatchGRPOConfig(**given, mismatch=ALL | {"kl": {"coef": 0.1}})
+        trainer: Any = Replaying(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+        trainer.again = again
+        digests = digests_of(trainer)
         with spoiling(trainer, fault, [ROW], [1]) as noted:
             if fault is None:
                 weigh_nothing(trainer, noted)
             trainer.train()
-        found[str(fault)] = {
-            "parameters": digests,
-            "kl": [entry["mismatch/kl_ref_k3"] for entry in trainer.state.log_history if "mismatch/kl_ref_k3" in entry],
-        }
-    return found
+        found.append(digests)
+    assert found[0] == found[1] and len(set(found[0])) == again + 1
 
 
-def oversampled(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Train with a class that generates twice for each batch and drops the first; in the second batch one row's tokens change."""
-
-    class Choosing(GRPOTrainer):
-        drawn = 0
-
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            self._generate([row["prompt"] for row in inputs])
-            return super()._generate_and_score_completions(inputs)
-
-        def _generate(self, prompts: Any) -> Any:
-            output = super()._generate(prompts)
-            self.drawn += 1
-            if self.drawn == 4:
-                completion = output[1][ROW]
-                completion[0] = next(token for token in completion if token != completion[0])
-            return output
-
-    class Mine(MismatchTrainerMixin, Choosing):
-        pass
-
-    args = MismatchGRPOConfig(**arguments(out, mismatch=block, bf16=False, **overrides))
-    trainer: Any = Mine(model=model, reward_funcs=graded, args=args, train_dataset=rows(16))
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "bad": [entry.get("mismatch/bad_rows/tokens") for entry in logged],
-        "other passes": [entry["mismatch/routing/other_passes"] for entry in logged],
-    }
-
-
-def handled(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Train with a class that scores its rows once more, outside of our loss; row 5 of batch 2 is bad.
-
-    Returns how many rows each of these passes had as constants.
-    """
-    constants: list[int] = []
-
-    class Scoring(MismatchGRPOTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
-            tokens, mask = (torch.cat([inputs[name] for name in of_both], dim=1) for of_both in names)
-            logps, *_ = self._get_per_token_logps_and_entropies(model, tokens, mask, inputs["completion_ids"].size(1))
-            constants.append(int((logps == 0).all(1).sum()))
-            return loss + 0.1 * (logps * inputs["completion_mask"]).mean()
-
-    args = MismatchGRPOConfig(**arguments(out, mismatch=block, bf16=False, beta=0.1, max_steps=3, **overrides))
-    trainer: Any = Scoring(model=model, reward_funcs=graded, args=args, train_dataset=rows())
-    error = ""
-    with spoiling(trainer, "nan", [ROW], [2]):
-        try:
-            trainer.train()
-        except MismatchError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    finite = all(bool(values.isfinite().all()) for values in trainer.model.parameters())
-    return {"constants": constants, "error": error, "finite": finite}
-
-
-def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Score a known row and one of other tokens in a pass of a user's own, while a batch is scored."""
-    trainer = built(model, out, block, max_steps=1, **overrides)
-    reward, seen = trainer._calculate_rewards, dict[str, Any]()
-
-    def rewarded(inputs: Any, prompts: Any, completions: Any, ids: Any, *args: Any, **kwargs: Any) -> Tensor:
-        batch = trainer.mm.rollouts
-        prompt, completion = list(batch.prompts[0]), list(ids[0])
-        tokens = torch.tensor([[*prompt, *completion], [*prompt, *reversed(completion)]])
-        mask, length = torch.ones_like(tokens), len(completion)
-        forwards = trainer.mm.routing.forwards
-        with torch.no_grad():
-            trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, length)
-        seen["replayed"] = trainer.mm.routing.forwards - forwards
-        seen["known"] = len(batch.table.routes.keys() & set(row_keys(tokens, mask, length)))
-        return reward(inputs, prompts, completions, ids, *args, **kwargs)
-
-    trainer._calculate_rewards = rewarded
-    trainer.train()
-    return seen
-
-
-def lengths(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Let a row of the second batch be bad; return what leads the rate, and the lengths of all completions of each batch."""
-    trainer = built(model, out, block, **overrides)
+def lengths(model: str, out: str) -> None:
+    """Let a row of the second batch be bad: the length that leads the rate is that of the others."""
+    trainer = built(model, out, ALL | {"lr": {"trigger": "response_length"}})
     led, sampled = list[Any](), list[list[int]]()
     generate = trainer._generate
 
@@ -346,8 +268,12 @@ def lengths(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any
     trainer.add_callback(Listen())
     with spoiling(trainer, "nan", [ROW], [2]):
         trainer.train()
-    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
-    return {"led": led, "sampled": sampled, "ends": ends, "limit": trainer.max_completion_length}
+    whole, others, _ = sampled
+    bad = others.pop(ROW)
+    assert bad != sum(others) / len(others)  # so that it would show
+    means = [statistics["response_length"] for statistics in led[:2]]
+    assert means == pytest.approx([sum(whole) / len(whole), sum(others) / len(others)])
+    assert [statistics["responses"] for statistics in led] == [8, 7, 8]  # by which batches of one step are weighed
 
 
 class Full(TrainerCallback):
@@ -376,32 +302,26 @@ class Full(TrainerCallback):
             self._patches.close()
 
 
-def full_disk(model: str, out: str, block: Any) -> dict[str, Any]:
+def full_disk(model: str, out: str) -> None:
     """Train with a bad row while no file of this package can be written, and resume from a checkpoint of that time."""
     saving = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}
-    trainer = built(model, f"{out}/first", block, **saving)
+    trainer = built(model, f"{out}/first", ALL, **saving)
     trainer.add_callback(Full(trainer, 2, 4))
-    digests = list[str]()
-    trainer.add_callback(Digests(digests))
     with spoiling(trainer, "nan", [ROW], [3]):
         trainer.train()
-    run_dir = trainer.mm.log.run_dir
-    run = read_run(run_dir)
-    counted = [
-        entry.get("mismatch/bad_rows/rollout_logprobs") for entry in trainer.state.log_history if "loss" in entry
-    ]
+    run = read_run(trainer.mm.log.run_dir)
+    assert trainer.state.global_step == 5 and run.ends[-1].status == "completed"
+    # The metrics of steps 2 and 3, and that a row of step 3 was bad.
+    assert {record.step for record in run.steps if "loss" in record.metrics} == {1, 4, 5}
+    assert [event.data for event in run.events if event.name == "lines_lost"] == [{"lines": 3}]
+    # It was counted all the same, and no evidence of it could be kept.
+    name = "mismatch/bad_rows/rollout_logprobs"
+    logged = [entry.get(name) for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [None, None, 1.0, 0.0, 0.0] and evidence_of(trainer) == []
+    states = [Path(out, "first", f"checkpoint-{step}", "mismatch.json").exists() for step in range(1, 6)]
+    assert states == [True, False, False, True, True]
     checkpoint = Path(out, "first", "checkpoint-3")
-    resumed = built(model, f"{out}/second", block, **saving)
+    assert json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+    resumed = built(model, f"{out}/second", ALL, **saving)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    return {
-        "steps": trainer.state.global_step,
-        "end": run.ends[-1].status,
-        "written": sorted({record.step for record in run.steps if "loss" in record.metrics}),
-        "counted": counted,
-        "lost": [event.data for event in run.events if event.name == "lines_lost"],
-        "evidence": sorted(path.name for path in run_dir.glob("evidence-*")),
-        "states": [Path(out, "first", f"checkpoint-{step}", "mismatch.json").exists() for step in range(1, 6)],
-        "saved": json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"],
-        "resumed": resumed.state.global_step,
-        "resumed status": resumed.mm.verdict.status,
-    }
+    assert resumed.state.global_step == 5 and resumed.mm.verdict.status == "in_sync"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from importlib import metadata
 from typing import Any
 from unittest import mock
 
 import vllm
 
-from mismatch_ext.errors import MismatchError, UntestedVersionWarning
+from mismatch_ext.errors import MismatchError
 from tests.peers.trl.scenarios_training import build, outcome
 
 
@@ -34,17 +32,3 @@ def drifted(
         trainer = build(model, f"{out}/run", block, **overrides)
         trainer.train()
     return outcome(trainer, messages=messages, engines_before=early, engines=len(started))
-
-
-def of_version(model: str, out: str, block: Any, newer: dict[str, str], **overrides: Any) -> dict[str, Any]:
-    """Train while the metadata, and nothing else, says that peers are of other versions."""
-    real = metadata.version
-    with (
-        mock.patch.object(metadata, "version", lambda name: newer.get(name) or real(name)),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        trainer = build(model, out, block, **overrides)
-        trainer.train()
-    told = [str(one.message) for one in caught if issubclass(one.category, UntestedVersionWarning)]
-    return outcome(trainer, told=told)

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext import patching
-from mismatch_ext.log_reading import read_run, segment_files
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, keep_names, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
@@ -89,35 +88,3 @@ def by_callback(
     Lengthen.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
-
-
-def texts(folder: Path) -> list[str]:
-    """Return what the files of a run's segments hold."""
-    return [file.read_text() for file in segment_files(folder)]
-
-
-def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Train until an alarm stops it, then anew, then from the checkpoint of the stop; ask for one that is not there."""
-    given = {"use_vllm": False, "bf16": False, "max_steps": 6}
-    trainer = build(model, out, block, **given)
-    steps, recorded = [], []
-    folder = Path(out, "mismatch")
-    for resume in (None, None, f"{out}/checkpoint-2"):
-        trainer.train(resume_from_checkpoint=resume)
-        steps.append(trainer.state.global_step)
-        recorded.append(read_run(folder).series("reward")[0])
-    before = texts(folder)
-    other = build(model, out, block, **given)
-    other.args.output_dir = f"{out}/empty"
-    Path(out, "empty").mkdir()
-    try:
-        other.train(resume_from_checkpoint=True)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return {
-        "steps": steps,
-        "recorded": recorded,
-        "refused": refused,
-        "kept": texts(folder) == before,
-    }

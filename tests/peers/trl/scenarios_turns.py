@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.adapters.trl.overridden import shadowed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from vllm import SamplingParams
 
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_TOKEN, PAD_TOKEN, VOCABULARY
+from mismatch_ext.errors import RecordError
 from tests.models import tiny_model
-from tests.oracle import watch_float32_error
+from tests.oracle import expect_float32, watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of
 
 EXTRA = "abcdefghijklmnopqrstuvwxyz_<>|"
@@ -150,24 +152,23 @@ def _runs(row: list[bool]) -> int:
     return sum(here and not before for before, here in zip([False, *row], row, strict=False))
 
 
-def attempt(trainer: Any, **methods: Callable[..., Any]) -> dict[str, Any]:
-    """Take a training step under planted methods, from generation to gradients."""
-    before = digest_of(trainer.model)
+def attempt(trainer: Any, **methods: Callable[..., Any]) -> list[str]:
+    """Compute a step's gradients under planted methods, from generation on, and return what was said of bad rows."""
     trainer.model.train()
     trainer._buffered_inputs, trainer._step = None, 0
     trainer.current_gradient_accumulation_steps = 1
     trainer.mm.log._faults.clear()
     batch = next(iter(trainer.get_train_dataloader()))
-    found: dict[str, Any] = {"error": "", "message": ""}
-    try:
-        with shadowed(trainer, **methods):
-            trainer.training_step(trainer.model, batch, None)
-    except Exception as error:  # noqa: BLE001 - what is raised is the result
-        found = {"error": type(error).__name__, "message": str(error)}
-    found["bad"] = [fault.message for fault in trainer.mm.log._faults.get("train", [])]
-    found["gradients"] = any(p.grad is not None and bool(p.grad.any()) for p in trainer.model.parameters())
+    with shadowed(trainer, **methods):
+        trainer.training_step(trainer.model, batch, None)
+    assert has_gradients(trainer)
     trainer.model.zero_grad()
-    return {**found, "moved": digest_of(trainer.model) != before}
+    return [fault.message for fault in trainer.mm.log._faults.get("train", [])]
+
+
+def has_gradients(trainer: Any) -> bool:
+    """Tell whether a gradient has reached a parameter."""
+    return any(p.grad is not None and bool(p.grad.any()) for p in trainer.model.parameters())
 
 
 def _again(trainer: Any, change: Callable[[list[list[int]], list[list[int]]], None]) -> Callable[..., Any]:
@@ -197,11 +198,6 @@ def _afterwards(trainer: Any, change: Callable[[list[int], list[list[Any]]], Non
     return loop
 
 
-def _cut(columns: list[list[Any]], first: int, last: int | None) -> None:
-    for column in columns:
-        del column[first:last]
-
-
 def _other_id(ids: list[int], place: int) -> None:
     ids[place] = ids[place] % 14 + 2
 
@@ -211,49 +207,81 @@ def _rendered_again(prompts: list[list[int]], first: list[list[int]]) -> None:
     _other_id(prompts[2], len(first[2]) + 1)
 
 
-def measured(out: str) -> dict[str, Any]:
+def measured(out: str) -> None:
     """Train with tools and a config that does not act; then let a chat template render a turn again, in one more step."""
     trainer = build(out, {}, max_steps=2, top_k=0)
     batches = Batches(trainer)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = {
-        "history": [{k: v for k, v in entry.items() if "mismatch/" in k} for entry in logs],
-        "batches": list(batches.found),
-        "failed": dict(trainer.mm.checks.counts),
-    }
-    step = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
+    for entry, batch in zip(steps_of(trainer), batches.found, strict=True):
+        assert entry["mismatch/turns"] == 3 and entry["mismatch/k3_kl"] > 0
+        assert entry["mismatch/turns/forked_frac"] == entry["mismatch/turns/misplaced_frac"] == 0
+        assert entry["mismatch/tokens"] == sum(batch["lengths"]) - batch["tool_tokens"]
+    (said,) = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
+    expect_words(said, NAMED["rendered again"])
+    assert not trainer.mm.checks.counts
+    # One of eight completions was given another history in its second turn.
     noted = {name: values[-1] for name, values in trainer._metrics["train"].items() if "mismatch/turns/" in name}
-    return found | {"step": step, "noted in it": noted, "failed in it": dict(trainer.mm.checks.counts)}
+    assert noted["mismatch/turns/forked_frac"] == 1 / 8 and noted["mismatch/turns/misplaced_frac"] > 0
+    causes = {name: value for name, value in noted.items() if "/forked/" in name}
+    assert causes == {"mismatch/turns/forked/turn_edited": 1 / 8}
 
 
-def faults(trainer: Any) -> dict[str, Any]:
-    """Plant what goes wrong between turns, one after the other, and take a step each."""
-    found: dict[str, Any] = {}
+# What each fault is called; the third completion has it.
+NAMED = {
+    "rendered again": [r"completion 2: token \d+ of the completion", "The nearest call", "chat template"],
+    "changed": [
+        r"completion 2: token \d+ of the completion \(id \d+\) counts",
+        r"sampled id \d+ as token \d+ of the completion, where id",
+    ],
+    "last dropped": [r"completion 2: a turn was dropped: the engine sampled \d tokens"],
+    "log-probabilities": ["completion 2: token 0 of the completion is trained with log-probability"],
+}
+
+
+def expect_words(message: str, words: list[str]) -> None:
+    """Check what a message says."""
+    assert all(re.search(one, message) for one in words), message
+
+
+def steps_of(trainer: Any) -> list[dict[str, Any]]:
+    """Return what was logged of each step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def faults(trainer: Any) -> None:
+    """Plant what goes wrong between turns, one after the other: one row is bad, and the others are trained on."""
+    before = digest_of(trainer.model)
+
+    def drop_last(starts: list[int], columns: list[list[Any]]) -> None:
+        for column in columns:
+            del column[starts[2] :]
+
+    def exchange(starts: list[int], columns: list[list[Any]]) -> None:
+        values = columns[2]
+        values[:2] = values[1::-1]
+
+    loops: dict[str, Any] = {
+        "changed": lambda starts, columns: _other_id(columns[0], starts[1]),
+        "last dropped": drop_last,
+        "log-probabilities": exchange,
+    }
+    planted = {name: {"_tool_call_loop": _afterwards(trainer, change)} for name, change in loops.items()}
+    planted["rendered again"] = {"_generate_single_turn": _again(trainer, _rendered_again)}
+    for name, methods in planted.items():
+        (said,) = attempt(trainer, **methods)
+        expect_words(said, NAMED[name])
+    assert attempt(trainer) == [] and digest_of(trainer.model) == before
 
     def updated(prompts: Any, first: Any) -> None:
         with torch.no_grad():
             next(trainer.model.parameters()).mul_(1.001)
         trainer.vllm_generation.sync_weights()
 
-    def moved(starts: list[int], columns: list[list[Any]]) -> None:
-        values = columns[2]
-        values[:2] = values[1::-1]
-
-    loops: dict[str, Any] = {
-        "changed": lambda starts, columns: _other_id(columns[0], starts[1]),
-        "dropped": lambda starts, columns: _cut(columns, starts[1], starts[2]),
-        "last dropped": lambda starts, columns: _cut(columns, starts[2], None),
-        "tool's token": lambda starts, columns: columns[1].__setitem__(starts[1] - 1, 1),
-        "log-probabilities": moved,
-    }
-    found["rendered again"] = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
-    for name, change in loops.items():
-        found[name] = attempt(trainer, _tool_call_loop=_afterwards(trainer, change))
-    found["none"] = attempt(trainer)
-    # Last: it changes the weights.
-    found["two versions"] = attempt(trainer, _generate_single_turn=_again(trainer, updated))
-    return found
+    # Last: it changes the weights. All completions have it, and none is trained on.
+    words = "completion 0, turn 0 has weight_version=3, completion 0, turn 1 has weight_version=4"
+    with pytest.raises(RecordError, match=words):
+        attempt(trainer, _generate_single_turn=_again(trainer, updated))
+    assert not has_gradients(trainer)
 
 
 def asking(trainer: Any, call: Callable[[list[list[int]]], tuple[Any, Any]], *, drop: str = "") -> Callable[..., Any]:
@@ -262,7 +290,7 @@ def asking(trainer: Any, call: Callable[[list[list[int]]], tuple[Any, Any]], *, 
     Args:
         trainer: The trainer.
         call: Takes prompts, and returns tokens and log-probabilities.
-        drop: What goes wrong: "mask" gives none, "render" tokenizes the first turn anew, "alien" samples nothing.
+        drop: What goes wrong: "render" tokenizes the first turn anew, "alien" samples nothing.
     """
     word = trainer.processing_class("<7>=")["input_ids"]
 
@@ -282,13 +310,12 @@ def asking(trainer: Any, call: Callable[[list[list[int]]], tuple[Any, Any]], *, 
         again = _again_id(begun[0], len(given[0])) if drop == "render" else begun[0]
         second, two = call([again, *begun[1:]])
         blank = [0.0] * len(word)
-        found = {
+        return {
             "prompt_ids": given,
             "completion_ids": [[*a, *word, *b] for a, b in zip(first, second, strict=True)],
             "logprobs": [[*a, *blank, *b] for a, b in zip(one, two, strict=True)],
             "env_mask": [[1] * len(a) + [0] * len(word) + [1] * len(b) for a, b in zip(first, second, strict=True)],
         }
-        return {name: value for name, value in found.items() if (drop, name) != ("mask", "env_mask")}
 
     return rollout
 
@@ -299,7 +326,13 @@ def _again_id(ids: list[int], place: int) -> list[int]:
     return changed
 
 
-def functions(out: str) -> dict[str, Any]:
+def _again_id(ids: list[int], place: int) -> list[int]:
+    changed = list(ids)
+    _other_id(changed, place)
+    return changed
+
+
+def functions(out: str) -> None:
     """Train twice by a `rollout_func` that asks TRL's wrapper; then plant faults."""
     block = {
         "precision": {"dtype": "float32"},
@@ -313,49 +346,52 @@ def functions(out: str) -> dict[str, Any]:
         _, ids, logprobs, _ = trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=1)
         return ids, [[top[0] for top in row] for row in logprobs]
 
-    def direct(prompts: list[list[int]]) -> tuple[Any, Any]:
-        asked = SamplingParams(temperature=0.8, max_tokens=5, logprobs=0)
-        outputs = trainer.vllm_generation.llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False
-        )
-        found = [output.outputs[0] for output in outputs]
-        chosen = [
-            [top[token].logprob for token, top in zip(one.token_ids, one.logprobs or [], strict=False)] for one in found
-        ]
-        return [list(one.token_ids) for one in found], chosen
-
     errors, batches = watch_float32_error(trainer), Batches(trainer)
     trainer.rollout_func = asking(trainer, wrapper)
     trainer.train()
+    # The second training's first weights TRL by itself does not send.
     trainer.args.max_steps = 2
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    kept = {"errors": list(errors), "batches": list(batches.found)}
-    planted = {
-        "rendered again": asking(trainer, wrapper, drop="render"),
-        "no mask": asking(trainer, wrapper, drop="mask"),
-        "vLLM itself": asking(trainer, direct),
-        "another engine": asking(trainer, wrapper, drop="alien"),
-    }
-    found = {}
-    for name, rollout in planted.items():
-        trainer.rollout_func = rollout
-        found[name] = attempt(trainer)
-    return {
-        "history": [{k: v for k, v in entry.items() if "mismatch/" in k} for entry in logs], **kept, "faults": found,
-    }  # fmt: skip
+    expect_float32(steps_of(trainer), errors)
+    for batch in batches.found:
+        assert batch["gap"] < 1e-4 and batch["turns"] == [2] * 8 and batch["tool_tokens"] == 8 * 4
+    for entry, batch in zip(steps_of(trainer), batches.found[1:], strict=True):  # the second training's log begins anew
+        # Two calls of each batch lead to no completion.
+        assert entry["mismatch/turns"] == 2 and entry["mismatch/tokens"] == sum(batch["lengths"]) - 8 * 4
+        assert entry["mismatch/routing/set_mismatch_frac"] == entry["mismatch/routing/rerouted_rows"] == 0.0
+        assert entry["mismatch/routing/sampled_rows"] == entry["mismatch/tokens"] - 8 * 2
+
+    trainer.rollout_func = asking(trainer, wrapper, drop="render")
+    (said,) = attempt(trainer)
+    expect_words(said, [r"completion 0: token \d+ of the completion .* was given id \d+ as token 0 of the completion"])
+    trainer.rollout_func = asking(trainer, wrapper, drop="alien")
+    with pytest.raises(RecordError, match="vllm_generation.generate has not sampled.*an engine of your own"):
+        attempt(trainer)
+    assert not has_gradients(trainer)
 
 
-def tools(out: str) -> dict[str, Any]:
+def tools(out: str) -> None:
     """Train with every section that there is, then plant faults in the same trainer and engine."""
     trainer = build(out, BLOCK, max_steps=2)
     errors = watch_float32_error(trainer)
     batches = Batches(trainer)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "history": [{k: v for k, v in entry.items() if "mismatch/" in k or k == "kl"} for entry in logs],
-        "float32_errors": list(errors),
-        "batches": batches.found[:2],
-        "faults": faults(trainer),
-    }
+    history = steps_of(trainer)
+    expect_float32(history, errors)
+    for entry, batch in zip(history, batches.found, strict=True):
+        assert batch["turns"] == [3] * 8 and batch["gap"] < 1e-4
+        # A tool's tokens have no log-probability, and count for nothing.
+        assert batch["tool_tokens"] == 8 * 2 * 7 and batch["engine"] == 0.0
+        assert entry["mismatch/tokens"] == sum(batch["lengths"]) - batch["tool_tokens"]
+        assert entry["mismatch/logp_abs_diff_mean"] < 1e-5 and entry["mismatch/turns"] == 3
+        for name in ("set_mismatch_frac", "rerouted_rows", "other_passes"):
+            assert entry[f"mismatch/routing/{name}"] == 0.0, name
+        assert entry["mismatch/sampling_mask_size"] == 8.0
+        assert entry["mismatch/routing/prefilled_rows"] > 8 * 2 * (7 + 1)
+    cut, whole = batches.found
+    assert max(cut["lengths"]) == 26 < max(whole["lengths"])
+    # A turn's last token is given to the next turn's prefill, and the completion's to none, unless TRL has cut it there.
+    sampled = [entry["mismatch/tokens"] - entry["mismatch/routing/sampled_rows"] for entry in history]
+    assert 8 * 2 <= sampled[0] < 8 * 3 and sampled[1] == 8 * 3
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-9) and history[1]["kl"] > 0
+    faults(trainer)

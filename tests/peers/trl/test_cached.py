@@ -20,10 +20,3 @@ def test_each_completion_has_its_requests_count_in_the_order_of_trls_answer() ->
     # Copies of the tokens, in the engine's order.
     assert _of_completions(outputs, [[1, 2], [3]], _cached_tokens) == [0, 32]
     assert _of_completions(outputs, [[1, 2], [4]], _cached_tokens) is None
-
-
-def test_of_several_completions_of_a_request_it_is_unknown() -> None:
-    first, second = [1, 2], [3]
-    assert _of_completions([output(16, first, second)], [first, second], _cached_tokens) == [None, None]
-    plain = SimpleNamespace(outputs=output(0, first).outputs)  # a server's answer does not say it
-    assert _of_completions([plain], [first], _cached_tokens) == [None]

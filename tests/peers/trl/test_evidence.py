@@ -17,10 +17,8 @@ from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_evidence as scenarios
-    from tests.peers.trl import scenarios_training as training
 else:
     scenarios = named("tests.peers.trl.scenarios_evidence")
-    training = named("tests.peers.trl.scenarios_training")
 
 pytestmark = pytest.mark.engine
 MODEL = str(FOLDER / "dense")
@@ -44,10 +42,6 @@ def test_a_stopped_run_leaves_rows_and_a_checkpoint_by_which_the_cause_is_named(
     kept = rows_of(file)
     assert {line["step"] for line in kept} == {6} and [line["kept"]["chosen"] for line in kept].count("worst") == 8
     assert all(set(line) >= {"trainer_logprobs", "rollout_logprobs", "response_mask", "provenance"} for line in kept)
-    assert kept[0]["provenance"]["sampling"]["temperature"] == 1.0  # what the engine was asked for
-    assert {len(line["prompt_ids"]) + line["kept"]["left_pads"] for line in kept} == {
-        max(len(line["prompt_ids"]) for line in kept)
-    }
     # The command that the run has printed, and that its summary repeats.
     (*_, event) = [event for event in read_run(file.parent).events if event.name == "evidence"]
     command = event.data["command"]
@@ -59,20 +53,3 @@ def test_a_stopped_run_leaves_rows_and_a_checkpoint_by_which_the_cause_is_named(
     (cause,) = found["causes"]
     assert (cause["key"], round(cause["parameter"], 2), found["verdict"]) == ("temperature", 1.25, "explained")
     assert cause["remedy"]["trl"] and "Explained" in capsys.readouterr().out
-
-
-@pytest.mark.numeric
-def test_stock_trl_that_is_measured_keeps_rows_too(run: Run, tmp_path: Path) -> None:
-    """Its alarms are the built-in ones, which wait for three logs in a row."""
-    files = run(scenarios.attached, model=MODEL, out=str(tmp_path)).expect()
-    assert files == ["evidence-9.jsonl.gz", "metrics-000.jsonl"]
-    kept = rows_of(tmp_path / "mismatch" / files[0])
-    assert "k3_kl is" in kept[0]["kept"]["reason"] and all(len(line["trainer_logprobs"]) for line in kept)
-
-
-def test_a_bad_row_is_kept_and_the_run_goes_on(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(training.nan_logprobs, model=dense, out=tmp_path).expect()
-    assert len(found["history"]) == 5
-    (first, *_) = rows_of(tmp_path / "mismatch/evidence-2.jsonl.gz")
-    assert first["kept"]["row"] == 3 and first["rollout_logprobs"][1] is None
-    assert "rollout 3, token 1 (id" in first["kept"]["reason"]

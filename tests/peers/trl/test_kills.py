@@ -31,7 +31,7 @@ def test_five_kills_leave_no_trace(run: Run, moe: Path, tmp_path: Path, whole: W
     assert killed_run(run, moe, tmp_path, whole, plans) == list(moments)
 
 
-def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
+def test_changed_settings_hold_and_are_told(run: Run, moe: Path, tmp_path: Path) -> None:
     def go(**rest: Any) -> Any:
         return run(scenarios.leg, model=moe, out=tmp_path, mode="R2", **rest)
 
@@ -49,7 +49,3 @@ def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: 
     assert "begins anew from 0.2" in told[1]
     coefficients = data.series("mismatch/kl_coef")[1]
     assert coefficients[0] == 0.05 and coefficients[1] != 0.05 and coefficients[2] == 0.2
-    for text, words in (("[]", "holds []; this release"), ('{"schema": 9}', "holds {'schema': 9}; this release")):
-        (tmp_path / "checkpoint-3/mismatch.json").write_text(text)
-        refused = go(steps=4, resume=True)
-        assert refused.code != 0 and "RecordError" in refused.stderr and words in refused.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.own_losses, model=dense, out=tmp_path).expect()
-    words = {
-        "OwnLast/surrogate": ["mismatch.kl with OwnLast", "super()._compute_loss", "remove"],
-        "Alternating/surrogate": ["mismatch.kl with Alternating", "micro-batch"],
-        "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "remove"],
-        "DetachedFirst/weights": ["mismatch.correction with DetachedFirst", "does not depend on the weights"],
-    }
-    for name, expected in words.items():
-        assert all(word in found[name]["refused"] for word in expected), (name, found[name])
-        assert found[name]["steps"] == 0 and not found[name]["moved"], name
-    # A KL that is all in the rewards needs nothing of TRL's loss.
-    assert found["OwnLast/rewards"]["moved"] and any(found["OwnLast/rewards"]["kl_rewards"])
+    run(scenarios.own_losses, model=dense, out=tmp_path).expect()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo", "bnpo", "dr_grpo", "cispo", "dapo", "vespo", "luspo"])
@@ -79,38 +67,3 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
     found = aggregation.read_weights(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
-
-
-def test_a_copy_of_a_trainer_waits_for_no_device_and_asks_no_pickle() -> None:
-    """A class that Ray pickles leaves out what it cannot send."""
-    from types import SimpleNamespace
-    from typing import Any
-
-    import torch
-    from mismatch_ext.adapters.trl import aggregation
-
-    class Pickled:
-        args = accelerator = SimpleNamespace()
-        sized = 3
-
-        def __reduce__(self) -> Any:
-            raise TypeError("an engine cannot be pickled")
-
-    trainer = Pickled()
-    trainer.sized = 5
-    stand_in = aggregation._stand_in(trainer, torch.zeros(1, 2))
-    assert stand_in.sized == 5 and type(stand_in) is Pickled
-    on_device = torch.zeros(2, 3, device="meta")  # whose values cannot be read
-    for name in ("gather", "reduce"):
-        assert math.isnan(getattr(stand_in.accelerator, name)(on_device, reduction="sum").mean().item())
-
-
-def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.replaced, model=dense, out=tmp_path).expect()
-    assert all(word in found for word in ("GRPOTrainer._compute_loss of trl", "no longer", "instead of")), found
-
-
-def test_passes_of_a_batch_are_bound_to_its_tokens(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.rewarded, model=dense, out=tmp_path).expect()
-    assert found["kl_error"] < 1e-5 and found["spread"] > 0.1
-    assert found["rloo_error"] < 1e-5 and found["rloo_passes"] >= 3

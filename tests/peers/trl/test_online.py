@@ -19,12 +19,6 @@ BLOCK = {
     "routing": {"mode": "R3", "measured": 1.0},
     "lr": {"period": 1},
 }
-OVERRIDES = [
-    "__init__", "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_get_grad_norm",
-    "_get_learning_rate", "_get_per_token_logps_and_entropies", "_save_checkpoint", "create_accelerator_and_postprocess",
-    "evaluate", "log", "train",
-]  # fmt: skip
-"""What our classes override of TRL's."""
 
 
 def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -36,15 +30,6 @@ def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run: Run, moe: 
         assert entry["mismatch/routing/set_mismatch_frac"] == 0.0
         # All 8 responses are 16 tokens long at most, and each token is compared.
         assert entry["mismatch/tokens"] == 8 * entry["completions/mean_length"]
-
-
-def test_rloo_in_bfloat16_measures_its_gap_with_and_without_replay(run: Run, moe: Path, tmp_path: Path) -> None:
-    block = {"routing": BLOCK["routing"]}
-    ran = run(scenarios.rloo, model=moe, out=tmp_path, block=block, bf16=True)
-    history = ran.expect()["history"]
-    replayed = sum(entry["mismatch/k3_kl"] for entry in history)
-    native = sum(entry["mismatch/native/k3_kl"] for entry in history)
-    assert 0 < replayed != native
 
 
 def test_rloo_with_a_block_that_changes_nothing_is_stock(run: Run, dense: Path, tmp_path: Path) -> None:
@@ -62,10 +47,3 @@ def test_gmpo_takes_what_its_loss_has_a_seam_for(run: Run, moe: Path, tmp_path: 
     last = history[-1]
     assert last["mismatch/lr_multiplier"] == 0.25
     assert last["mismatch/routing/set_mismatch_frac"] == 0.0
-
-
-def test_few_classes_of_ours_override_few_methods(run: Run) -> None:
-    found = run(scenarios.bases).expect()
-    assert found["classes over GRPOTrainer"] == ["MismatchGRPOTrainer", "MismatchTrainerMixin"]
-    assert found["classes over RLOOTrainer"] == ["MismatchRLOOTrainer", "MismatchTrainerMixin"]
-    assert found["overrides of GRPOTrainer"] == found["overrides of RLOOTrainer"] == OVERRIDES

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.engine
 def test_an_engine_that_is_quantized_on_purpose_trains_and_is_verified(run: Run, dense: Path, tmp_path: Path) -> None:
     """Linear layers in fp8, quantized by vLLM at each update; a second engine whose method quantizes nothing of the model."""
     result = run(scenarios.quantized, model=dense, out=tmp_path).expect()
-    print({name: value for name, value in result.items() if name != "history"})
     assert result["verdict"] == "in_sync" and len(result["history"]) == 3
     assert all(0 < step["mismatch/k3_kl"] < 0.1 for step in result["history"])
     header = read_run(tmp_path / "run" / "mismatch").header

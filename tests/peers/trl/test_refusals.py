@@ -5,17 +5,11 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib
-import inspect
 import os
-import pickle
-import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,13 +25,12 @@ from mismatch_ext.errors import (
     RunDirectoryError,
     SeamError,
 )
-from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
+from tests.commands import ROOT
 from tests.models import tiny_model
 
 Make = Callable[..., Any]
 R3 = {"routing": {"mode": "R3"}}
-MASKS: dict[str, Any] = {"sampling_mask": {}}
 FP16 = {"precision": {"dtype": "float16"}}
 HEAD = {"precision": {"dtype": "bfloat16", "head": "float32"}}
 SURGE = {"lr": {}}
@@ -112,64 +105,7 @@ def construct(peers: Any, configure: Make) -> Make:
     return make
 
 
-# Who refuses, the block, what else is given, and words of the error, which is a ConfigError unless they name another.
-FULL = {"kl": {"coef": 0.1, "estimator": "full"}}
-IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
-GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
-NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
-LAYERWISE = {"optim": "galore_adamw_layerwise"}
-RLOO = {"kind": "MismatchRLOOConfig"}
-CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
-    (
-        "config",
-        SURGE,
-        {"generation_kwargs": {"temperature": 0.5}},
-        ["['temperature']=0.5 but temperature=1.0", "remove it"],
-    ),
-    ("config", SURGE, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
-    ("config", SURGE, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
-    ("config", SURGE, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
-    ("config", MASKS, {"top_k": 4, "temperature": 0.0}, ["RecordError", "sampling temperature=0.0", "allowed: > 0"]),
-    ("config", SURGE, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
-    ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
-    ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
-    ("config", HEAD, RLOO, ["mismatch.precision.head with MismatchRLOOConfig", "use MismatchGRPOConfig"]),
-    ("launch", HEAD, {"deepspeed": {}}, ["PrecisionError", "precision.head='float32' with DeepSpeed", "leave it out"]),
-    ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
-    ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
-    ("config", {"kl": {"coef": 0.1}}, RLOO, ["mismatch.kl with MismatchRLOOConfig"]),
-    ("config", R3, {"vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2"]),
-    ("config", R3, {"use_vllm": False}, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
-    ("config", {"routing": {"mode": "R3", "reference": True}}, {}, ["reference=True with beta=0"]),
-    ("config", MASKS, {}, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
-    ("config", MASKS, {"top_p": 0.9}, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
-    ("config", MASKS, {"generation_kwargs": {"min_p": 0.1}}, ["max_support is absent", "min_p=0.1"]),
-    ("config", MASKS, {"top_k": 4, "vllm_mode": "server"}, ["vllm_mode='server'", "allowed: vllm_mode='colocate'"]),
-    ("config", MASKS, {"top_k": 4, "use_vllm": False}, ["use_vllm=False with mismatch.sampling_mask"]),
-    ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
-    ("config", FULL, {}, ["mismatch.kl.estimator='full'", "set it to k1, k2, k3 or abs", "mismatch_ext.kl_full"]),
-    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "greater than or equal to 2"]),
-    # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
-    ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.growth_interval", "fp16.initial_scale_power"]),
-    (
-        "launch",
-        FP16,
-        {"deepspeed": {"torch_autocast": {"enabled": True}}},
-        ["PrecisionError", "torch_autocast", "Remove"],
-    ),
-    ("launch", SURGE, {"deepspeed": {"scheduler": {}}}, ["mismatch.lr with a scheduler in DeepSpeed's"]),
-    ("launch", {}, {"deepspeed": NVME}, ["weight updates with zero_optimization.offload_param.device='nvme'"]),
-    ("launch", SURGE, {"fsdp": 1}, ["weight updates with fsdp_version=1", "fsdp_version: 2"]),
-    # By the trainer, before it loads the model.
-    ("trainer", IN_REWARDS, {"options": {"tools": [len]}}, ["kl.reward_path='rewards' with tools", "'surrogate'"]),
-    # By the callback, in a trainer of TRL's own, before the engine.
-    ("callback", SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
-    ("callback", SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),
-    ("callback", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
-    ("callback", SURGE, {"number": 2}, ["2 MismatchCallbacks on one trainer"]),
-    ("callback", R3, {}, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
-    ("callback", {"lr": {"trigger": "f_tau"}}, {}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
-]
+REFUSED = tomllib.loads((ROOT / "tests/data/trl/refused.toml").read_text(encoding="utf-8"))["refused"]
 
 
 @pytest.fixture
@@ -198,21 +134,14 @@ def test_ligers_loss_is_refused_where_a_bad_row_would_keep_its_kl(
 
     acts: dict[str, Any] = {"monitor": {"weight_sync": "error"}}
     given = {"use_liger_kernel": True, "beta": 0.1}
-    if not hasattr(GRPOTrainer, "compute_liger_loss"):
-        # Kernels within the model, as later versions have them, leave the loss to TRL.
-        configure(acts, **given)
-        monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
+    monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)  # not in every version
     with pytest.raises(ConfigError, match=r"use_liger_kernel=True and beta=0\.1: .*would keep its KL; set use_liger"):
         configure(acts, **given)
-    configure(acts, **given | {"beta": 0.0})
     configure({}, **given)
-    configure(acts, **given, kind="MismatchRLOOConfig")
 
 
-@pytest.mark.parametrize(("who", "block", "given", "words"), CASES)
-def test_what_is_refused(
-    configure: Make, construct: Make, by_callback: Make, who: str, block: Any, given: dict[str, Any], words: list[str]
-) -> None:
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case['who']}: {case['words'][-1]}")
+def test_what_is_refused(configure: Make, construct: Make, by_callback: Make, case: dict[str, Any]) -> None:
     from mismatch_ext.adapters.trl.refusals import check_sharding
 
     from mismatch_ext.config import MismatchConfig
@@ -222,14 +151,14 @@ def test_what_is_refused(
         "launch": lambda block, deepspeed=None, fsdp=None: check_sharding(
             MismatchConfig.parse(block), deepspeed=deepspeed, fsdp=fsdp
         ),
-        "trainer": lambda block, **given: construct(NOWHERE, block, **given),
+        "trainer with tools": lambda block: construct(NOWHERE, block, {"tools": [len]}),
         "callback": by_callback,
     }
     with pytest.raises(MismatchError) as refusal:
-        ways[who](block, **given)
+        ways[case["who"]](case["block"], **case.get("given", {}))
     said = f"{type(refusal.value).__name__}: {refusal.value}"
-    kind = next((word for word in words if word.endswith("Error")), "ConfigError")
-    assert said.startswith(f"{kind}: ") and all(word in said for word in words), said
+    kind = next((word for word in case["words"] if word.endswith("Error")), "ConfigError")
+    assert said.startswith(f"{kind}: ") and all(word in said for word in case["words"]), said
 
 
 def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp_path: Path) -> None:
@@ -244,74 +173,13 @@ def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp
         file.write_text(common + text)
         (config,) = TrlParser(MismatchGRPOConfig).parse_args_and_config(["--config", str(file), *argv])
         assert config.mismatch_block().lr == LrConfig(), (text, argv)
-    for text, argv in (("mismatch:\n  lr:\n", []), ("", ["--mismatch", '{"lr": null}']), ("", ["--mismatch", "lr:"])):
-        file.write_text(common + text)
-        with pytest.raises(ConfigError, match="mismatch.lr: nothing is given"):
-            TrlParser(MismatchGRPOConfig).parse_args_and_config(["--config", str(file), *argv])
-    with pytest.raises(ConfigError, match="'lr' is given twice"):
-        file.write_text(common)
-        TrlParser(MismatchGRPOConfig).parse_args_and_config(
-            ["--config", str(file), "--mismatch", '{"lr": {"period": 5}, "lr": {}}']
-        )
-
-
-@pytest.mark.parametrize(
-    ("section", "mixed", "computes"),
-    [
-        ({"fp16": {"enabled": True}}, "no", "float16"),
-        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16", "bfloat16"),
-        ({}, "fp16", "float16"),
-        ({"bf16": {"enabled": False}}, "bf16", None),
-    ],
-)
-def test_what_deepspeed_will_compute_in_is_read_off_its_configuration(
-    peers: Any, section: Any, mixed: str, computes: str | None
-) -> None:
-    from mismatch_ext.adapters.accelerate.deepspeed import read_deepspeed
-
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=section))
-    accelerator: Any = SimpleNamespace(
-        state=state, mixed_precision=mixed, device=torch.device("cpu"), num_processes=1
-    )  # fmt: skip
-    reading = read_deepspeed(accelerator, torch.nn.Linear(2, 2))
-    assert (reading.autocast_dtype, reading.parameter_dtypes) == (computes, {"float32": 6})
-    assert (reading.scaler is not None) == (computes == "float16")
-
-
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers' arguments say that DeepSpeed trains, and nothing come to build it."""
-    from transformers import TrainingArguments
-
-    settle = TrainingArguments.__post_init__
-
-    def settled(self: Any) -> None:
-        settle(self)
-        self.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={"scheduler": {}})
-
-    monkeypatch.setattr(TrainingArguments, "__post_init__", settled)
+    file.write_text(common + "mismatch:\n  lr:\n")
+    with pytest.raises(ConfigError, match="mismatch.lr: nothing is given"):
+        TrlParser(MismatchGRPOConfig).parse_args_and_config(["--config", str(file)])
 
 
 def test_a_schedule_may_be_built_before_its_trainer(configure: Make) -> None:
     assert configure(SURGE, warmup_steps=3).get_warmup_steps(10) == 3
-
-
-@pytest.mark.usefixtures("deepspeed")
-@pytest.mark.parametrize("kind", ["MismatchGRPOConfig", "MismatchRLOOConfig"])
-def test_the_configuration_asks_whether_deepspeed_trains(configure: Make, kind: str) -> None:
-    with pytest.raises(ConfigError, match="mismatch.lr with a scheduler"):
-        configure(SURGE, kind)
-
-
-@pytest.mark.usefixtures("deepspeed")
-def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) -> None:
-    from mismatch_ext.adapters.trl import MismatchCallback
-    from transformers import TrainerControl, TrainerState
-    from trl import GRPOConfig
-
-    arguments = GRPOConfig(**peers.arguments(str(tmp_path)))
-    with pytest.raises(ConfigError, match="mismatch.lr with MismatchCallback and DeepSpeed"):
-        MismatchCallback(SURGE).on_init_end(arguments, TrainerState(), TrainerControl())
 
 
 # By the trainer, before it loads the model.
@@ -339,25 +207,13 @@ def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_lo
     assert f"trl 1.12.0 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (None, "GRPOTrainer._calculate_rewards is not there"),
-        (
-            lambda self, prompts, inputs: None,
-            r"GRPOTrainer._calculate_rewards takes \(prompts, inputs\), not inputs, prompts",
-        ),
-    ],
-)
-def test_a_trainer_without_a_method_that_ours_overrides_is_refused(
-    construct: Make, monkeypatch: pytest.MonkeyPatch, changed: Any, words: str
+def test_a_trainer_whose_method_takes_other_arguments_is_refused(
+    construct: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trl import GRPOTrainer
 
-    if changed is None:
-        monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
-    else:
-        monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", changed)
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, prompts, inputs: None)
+    words = r"GRPOTrainer._calculate_rewards takes \(prompts, inputs\), not inputs, prompts"
     with pytest.raises(SeamError, match=f"{words}.*pip install trl=="):
         construct(NOWHERE, SURGE)
 
@@ -369,28 +225,16 @@ def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loade
         gmpo(NOWHERE, str(configure({}).output_dir), {"correction": {"preset": "token_truncate"}})
 
 
-def test_asyncgrpo_is_refused_with_what_works_instead(peers: Any, configure: Make, tmp_path: Path) -> None:
-    from mismatch_ext.adapters.trl import MismatchConfigMixin, MismatchTrainerMixin, attach
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
-    @dataclass
-    class Config(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # fields of GRPO's own
-        """TRL's configuration with a block."""
+def test_asyncgrpo_is_refused_with_what_works_instead(peers: Any, configure: Make) -> None:
+    from mismatch_ext.adapters.trl import MismatchTrainerMixin, attach
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     class Trainer(MismatchTrainerMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # methods of GRPO's own
         """TRL's trainer with a block."""
 
-    def refused(name: str) -> Any:
-        message = (
-            rf"AsyncGRPO \({name}\): .* use MismatchGRPOTrainer, or verl's modes colocate_async and separate_async\."
-        )
-        return pytest.raises(ConfigError, match=message)
-
-    with refused("Config"):
-        Config(output_dir=str(tmp_path), use_cpu=True, bf16=False, mismatch={})
-    with refused("Trainer"):
+    with pytest.raises(ConfigError, match=r"AsyncGRPO \(Trainer\): .* use MismatchGRPOTrainer"):
         Trainer(NOWHERE, args=configure({}), reward_funcs=peers.graded)
-    with refused("AsyncGRPOTrainer"):
+    with pytest.raises(ConfigError, match=r"AsyncGRPO \(AsyncGRPOTrainer\): .* use MismatchGRPOTrainer"):
         attach(object.__new__(AsyncGRPOTrainer))
 
 
@@ -407,31 +251,22 @@ def changed(dense: Path, name: str, value: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_routing_refuses_a_dense_model_before_the_engine(construct: Make, dense: Path, loaded: bool) -> None:
-    model = changed(dense, "model.layers.1.mlp.up_proj", 0.0) if loaded else dense
-    with pytest.raises(ReplayError) as refusal:
-        construct(model, R3)
-    for words in ("mismatch.routing.mode='R3': qwen3: no module of the model has experts", "Remove mismatch.routing"):
-        assert words in str(refusal.value)
+def test_routing_refuses_a_dense_model_before_the_engine(construct: Make, dense: Path) -> None:
+    with pytest.raises(ReplayError, match=r"mismatch.routing.mode='R3': qwen3: no module of the model has experts"):
+        construct(dense, R3)
 
 
 def test_a_checkpoint_that_does_not_fit_float16_is_refused_before_the_engine(construct: Make, dense: Path) -> None:
     model = changed(dense, "model.layers.1.mlp.up_proj", 1e5)  # float16 ends at 65504
-    with pytest.raises(PrecisionError) as refusal:
+    with pytest.raises(PrecisionError, match=r"(?s)up_proj.*mismatch.precision.readiness='warn'"):
         construct(model, FP16)
-    assert "up_proj" in str(refusal.value) and "mismatch.precision.readiness='warn'" in str(refusal.value)
     with pytest.raises(EngineStarted):
         construct(model, {"precision": {"dtype": "float16", "readiness": "warn"}})
 
 
 def test_half_precision_masters_are_refused_before_the_engine(construct: Make, dense: Path) -> None:
-    with pytest.raises(PrecisionError) as refusal:
-        construct(changed(dense, "model.layers.1.mlp.up_proj", 0.0).to(torch.bfloat16), FP16)
-    assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
-    for given in ({"dtype": "bfloat16"}, '{"dtype": "bfloat16"}'):  # as on a command line
-        with pytest.raises(PrecisionError, match="trainer parameters: expected float32, found bfloat16"):
-            construct(dense, FP16, model_init_kwargs=given)
+    with pytest.raises(PrecisionError, match="trainer parameters: expected float32, found bfloat16"):
+        construct(dense, FP16, model_init_kwargs={"dtype": "bfloat16"})
 
 
 def test_a_pass_over_images_is_refused_under_replay(peers: Any) -> None:
@@ -448,10 +283,8 @@ def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
     construct: Make, dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(PrecisionError) as refusal:
+    with pytest.raises(PrecisionError, match="trainer autocast: expected none, found bfloat16"):
         construct(dense, {"precision": {"dtype": "float32"}})
-    assert "trainer autocast: expected none, found bfloat16" in str(refusal.value)
-    assert "Turn mixed precision off (fp16=False, bf16=False)" in str(refusal.value)
 
 
 def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
@@ -460,43 +293,9 @@ def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine
     from trl import GRPOTrainer
 
     given: dict[str, Any] = {"model": str(dense), "reward_funcs": peers.graded, "train_dataset": peers.rows()}
-    for block in (FP16, {}, {"level": "observe", **FP16}):
+    for block in (FP16, {}):
         with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
             GRPOTrainer(args=configure(block), **given)
-    served = configure(SURGE, use_vllm=False, bf16=False)
-    peers.MismatchGRPOTrainer(args=served, **given)
-    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
-        GRPOTrainer(args=served, **given)
-
-
-def test_a_block_is_not_ignored_where_the_trainer_reads_its_settings_elsewhere(
-    peers: Any, configure: Make, dense: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers.trainer
-    from trl import GRPOTrainer
-
-    # A later release may move what its constructor does with a setting into a function.
-    plain, moved = textwrap.dedent(inspect.getsource(transformers.Trainer.__init__)), dict(vars(transformers.trainer))
-    assert "args.train_batch_size" in plain
-    moved["read"] = lambda args: args.train_batch_size
-    exec(plain.replace("args.train_batch_size", "read(args)"), moved)
-    monkeypatch.setattr(transformers.Trainer, "__init__", moved["__init__"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    given: dict[str, Any] = {"reward_funcs": peers.graded, "train_dataset": peers.rows()}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
-    options: dict[str, Any] = {"optimizers": (optimizer, schedule), "processing_class": tokenizer}
-    args = configure(SURGE, use_vllm=False, bf16=False)
-    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
-        GRPOTrainer(model=model, args=args, **options, **given).train()
-    # Whoever only reads the settings does not train.
-    without = dataclasses.replace(args, mismatch=None, generation_batch_size=None)
-    assert args.train_batch_size == without.train_batch_size == 8
-    assert copy.deepcopy(args).to_dict() == pickle.loads(pickle.dumps(args)).to_dict()
-    assert args.to_dict()["accelerator_config"] == without.to_dict()["accelerator_config"]
-    assert dataclasses.asdict(args)["accelerator_config"] == dataclasses.asdict(without)["accelerator_config"]
-    GRPOTrainer(model=model, args=without, **options, **given)
 
 
 def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:
@@ -528,33 +327,6 @@ def test_the_callback_beside_a_block_is_refused(peers: Any, construct: Make, den
         construct(dense, SURGE, {"callbacks": [MismatchCallback(SURGE)]})
 
 
-# And nothing else.
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_every_correction_preset_comes_to_its_engine(construct: Make, dense: Path, preset: str) -> None:
-    with pytest.raises(EngineStarted):
-        construct(dense, {"correction": {"preset": preset}}, vllm_importance_sampling_mode="sequence_mask")
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {},
-        FP16,
-        {"precision": {"dtype": "float32"}},
-        R3,
-        {"kl": {"coef": 0.1}},
-        {"kl": {"coef": 0.1, "reward_path": "rewards"}},
-        SURGE,
-    ],
-    ids=str,
-)
-def test_every_section_comes_to_its_engine(construct: Make, moe: Path, block: Any) -> None:
-    with pytest.raises(EngineStarted):
-        construct(moe, block)
-
-
 # The output head in float32, of models that tie it and of others.
 
 
@@ -568,9 +340,8 @@ def test_adapters_on_a_model_with_a_tied_head_are_refused_before_trl_fails(const
         ConfigError, match=r"mismatch\.precision\.head with adapters on a model that ties its output head"
     ):
         construct(tied, HEAD, lora)
-    for model, options in ((untied, lora), (tied, {}), (untied, {})):
-        with pytest.raises(EngineStarted):
-            construct(model, HEAD, options)
+    with pytest.raises(EngineStarted):
+        construct(untied, HEAD, lora)
 
 
 def test_the_section_sets_trls_own_option_of_the_head(configure: Make) -> None:

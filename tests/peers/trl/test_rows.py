@@ -17,14 +17,6 @@ def steps_known(tables: RowTables, *, training: bool = True) -> list[int]:
     return [table.step for table in tables.newest(training=training)]
 
 
-def test_rows_of_several_batches_of_a_step_are_known() -> None:
-    tables = RowTables()
-    for step, batches in ((0, 1), (1, 3), (2, 4)):
-        for _ in range(batches):
-            tables.begin(training=True, step=step)
-    assert steps_known(tables) == [2] * 4 + [1] * 3
-
-
 def test_an_evaluation_pushes_no_training_row_out_and_is_forgotten_once_training_goes_on() -> None:
     tables = RowTables()
     tables.begin(training=True, step=4)
