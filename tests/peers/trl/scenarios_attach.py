@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from mismatch_ext.adapters.trl import attach
+from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.vllm import weights
 from trl import GRPOConfig, GRPOTrainer, SFTTrainer
 from trl.generation import vllm_generation
@@ -169,3 +172,32 @@ def documented(model: str, out: str, block: str) -> None:
     assert space["trainer"].state.global_step == 1
     metrics = read_run(Path(out, "mismatch")).steps[-1].metrics
     assert {"loss", "mismatch/k3_kl", "mismatch/weight_sync_gap"} <= metrics.keys()
+
+
+def unsent(model: str, out: str) -> None:
+    """Load other weights after a training, as `load_best_model_at_end` does, and let TRL sample without an update."""
+    trainer = build(model, out, max_steps=2)
+    measured = attach(trainer)
+    trainer.train()
+    assert not measured.checks.counts["weight_sync"]
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.5)
+    with pytest.warns(UserWarning, match="sampled without an update"):
+        trainer.evaluate()
+
+
+def published(out: str) -> None:
+    """Keep evidence in a folder that is uploaded to the Hub, and in one elsewhere."""
+    arguments, kept = SimpleNamespace(output_dir=out, push_to_hub=True), {}
+    for name, folder in (("inside", Path(out, "mismatch")), ("elsewhere", Path(out).parent / "elsewhere")):
+        told: list[str] = []
+        run: Any = object.__new__(TrainerRun)
+        run.log = SimpleNamespace(
+            evidence=object(), run_dir=folder, event=lambda *event, told=told, **_: told.append(event[2])
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run._keep_prompts_private(arguments)
+        kept[name] = (run.log.evidence is not None, len(told))
+    assert kept == {"inside": (False, 1), "elsewhere": (True, 0)}

@@ -118,3 +118,11 @@ def test_two_ranks(kind: str, dense_fp16: Path, tmp_path: Path, monkeypatch: pyt
     for name, value in without_float16_packing().items():
         monkeypatch.setenv(name, value)
     launch(kind, ranks.attached, tmp_path, model=dense_fp16).expect()
+
+
+def test_weights_that_trl_did_not_send_are_noticed_when_it_samples(run: Run, dense: Path, tmp_path: Path) -> None:
+    run(scenarios.unsent, model=dense, out=tmp_path).expect()
+
+
+def test_evidence_is_not_kept_in_a_folder_that_is_uploaded(run: Run, tmp_path: Path) -> None:
+    run(scenarios.published, out=tmp_path / "out").expect()
