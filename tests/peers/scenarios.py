@@ -1,13 +1,10 @@
 """Scenarios of the tests with peers: functions that run in a process which has imported the peers, named without importing them.
 
-A test file names the functions of a scenario module, editors and type checkers see the module itself:
+A test file names a scenario module, and runs a function of it with the fixture `run`:
 
-    if TYPE_CHECKING:
-        from tests.peers.trl import scenarios_kl as scenarios
-    else:
-        scenarios = named("tests.peers.trl.scenarios_kl")
+    scenarios = named("tests.peers.trl.scenarios_kl")
 
-and runs one with the fixture `run`: `run(scenarios.preset, model=dense, out=tmp_path).expect()`.
+    run(scenarios.preset, model=dense, out=tmp_path).expect()
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from mismatch_ext.adapters import cli
@@ -21,10 +20,7 @@ from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers import scenarios_doctor as scenarios
-else:
-    scenarios = named("tests.peers.scenarios_doctor")
+scenarios = named("tests.peers.scenarios_doctor")
 
 
 @pytest.fixture

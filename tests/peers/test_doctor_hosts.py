@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from mismatch_ext.adapters import cli
@@ -12,12 +11,8 @@ from examples.arithmetic.shipped import FOLDER
 from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_doctor as trl_scenarios
-    from tests.peers.verl import scenarios_doctor as verl_scenarios
-else:
-    trl_scenarios = named("tests.peers.trl.scenarios_doctor")
-    verl_scenarios = named("tests.peers.verl.scenarios_doctor")
+trl_scenarios = named("tests.peers.trl.scenarios_doctor")
+verl_scenarios = named("tests.peers.verl.scenarios_doctor")
 
 # What TRL or verl says for its own processes, and what asks of the doctor's: a whole response is scored, with one token more.
 OWN = {"model", "enable_sleep_mode", "distributed_executor_backend", "seed", "max_model_len"}

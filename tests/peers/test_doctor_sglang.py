@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.engines.sglang_environment import HELD, MAIN, run_sglang
 from tests.peers.scenarios import named
 
-if TYPE_CHECKING:
-    from tests.peers import scenarios_doctor_sglang as scenarios
-else:
-    scenarios = named("tests.peers.scenarios_doctor_sglang")
+scenarios = named("tests.peers.scenarios_doctor_sglang")
 
 
 @pytest.mark.engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,10 +10,7 @@ from tests.models import tiny_mixtral
 from tests.oracle import expect_float32
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_training
-else:
-    scenarios_training = named("tests.peers.trl.scenarios_training")
+scenarios_training = named("tests.peers.trl.scenarios_training")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers import scenarios_gate as scenarios
-else:
-    scenarios = named("tests.peers.scenarios_gate")
+scenarios = named("tests.peers.scenarios_gate")
 
 
 def check(found: dict[str, Any], admitted: dict[str, bool]) -> None:

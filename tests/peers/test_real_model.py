@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,14 +17,9 @@ from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.test_server import FLAGS, TRANSFER
 
-if TYPE_CHECKING:
-    from tests.peers import scenarios_gate
-    from tests.peers import scenarios_real_model as scenarios
-    from tests.peers.trl import scenarios_real_model
-else:
-    scenarios = named("tests.peers.scenarios_real_model")
-    scenarios_gate = named("tests.peers.scenarios_gate")
-    scenarios_real_model = named("tests.peers.trl.scenarios_real_model")
+scenarios = named("tests.peers.scenarios_real_model")
+scenarios_gate = named("tests.peers.scenarios_gate")
+scenarios_real_model = named("tests.peers.trl.scenarios_real_model")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,12 +11,8 @@ from mismatch_ext.presets import DPPO
 from tests.peers.scenarios import Run, named
 from tests.peers.section_cases import CASES, HOSTS, names
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_sections as in_trl
-    from tests.peers.verl.in_process import scenarios_sections as in_verl
-else:
-    in_trl = named("tests.peers.trl.scenarios_sections")
-    in_verl = named("tests.peers.verl.in_process.scenarios_sections")
+in_trl = named("tests.peers.trl.scenarios_sections")
+in_verl = named("tests.peers.verl.in_process.scenarios_sections")
 
 pytestmark = pytest.mark.engine
 # What a message says to do.

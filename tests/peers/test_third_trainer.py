@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mismatch_ext.log_reading import RunData, read_run
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_torchtitan as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_torchtitan")
+scenarios = named("tests.peers.engines.scenarios_torchtitan")
 
 STEPS = 3
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

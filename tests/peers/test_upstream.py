@@ -6,7 +6,7 @@ Those that start an engine or a process are run by `python -m docs.upstream` alo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,12 +16,8 @@ from tests.cpu import has_fp8_cache
 from tests.peers.engines.sglang_environment import MAIN, run_sglang
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers import scenarios_upstream as scenarios
-    from tests.peers.verl.in_process import scenarios_upstream as verl_scenarios
-else:
-    scenarios = named("tests.peers.scenarios_upstream")
-    verl_scenarios = named("tests.peers.verl.in_process.scenarios_upstream")
+scenarios = named("tests.peers.scenarios_upstream")
+verl_scenarios = named("tests.peers.verl.in_process.scenarios_upstream")
 
 
 pytestmark = pytest.mark.nightly

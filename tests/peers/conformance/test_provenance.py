@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.conformance.origins import REFUSED
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.conformance import scenarios_provenance as scenarios
-else:
-    scenarios = named("tests.peers.conformance.scenarios_provenance")
+scenarios = named("tests.peers.conformance.scenarios_provenance")
 
 
 BAD_ROW = "weight_version: row 2 was sampled with weight version 2, but the engine is at 3"

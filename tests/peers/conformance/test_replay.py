@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.conformance import scenarios_replay_trl as trl
-    from tests.peers.conformance import scenarios_replay_verl as verl
-else:
-    trl = named("tests.peers.conformance.scenarios_replay_trl")
-    verl = named("tests.peers.conformance.scenarios_replay_verl")
+trl = named("tests.peers.conformance.scenarios_replay_trl")
+verl = named("tests.peers.conformance.scenarios_replay_verl")
 
 
 @pytest.fixture(scope="module")

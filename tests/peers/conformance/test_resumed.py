@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,11 +14,7 @@ from mismatch_ext.states import to_json
 from tests.peers.scenarios import Run, named
 from tests.watching import Watching
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_hosts as trl
-    from tests.peers.verl.in_process import scenarios_hosts as verl
-else:
-    trl, verl = named("tests.peers.trl.scenarios_hosts"), named("tests.peers.verl.in_process.scenarios_hosts")
+trl, verl = named("tests.peers.trl.scenarios_hosts"), named("tests.peers.verl.in_process.scenarios_hosts")
 
 pytestmark = pytest.mark.engine
 

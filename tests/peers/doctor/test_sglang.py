@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.engines.sglang_environment import HELD, MAIN, run_sglang
 from tests.peers.scenarios import named
 
-if TYPE_CHECKING:
-    from tests.peers.doctor import faults_sglang as scenarios
-else:
-    scenarios = named("tests.peers.doctor.faults_sglang")
+scenarios = named("tests.peers.doctor.faults_sglang")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(1500)]
 

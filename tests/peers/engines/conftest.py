@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.engines.sglang_environment import run_sglang
 from tests.peers.scenarios import named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_sglang as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_sglang")
+scenarios = named("tests.peers.engines.scenarios_sglang")
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,10 +13,7 @@ from mismatch_ext.versions import installed
 from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_conformance
-else:
-    scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
+scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
 
 pytestmark = pytest.mark.engine
 SGLANG = tuple(

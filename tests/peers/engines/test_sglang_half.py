@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from tests.peers.engines.sglang_environment import VERSIONS, run_sglang
 from tests.peers.scenarios import named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_sglang as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_sglang")
+scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(900)]
 

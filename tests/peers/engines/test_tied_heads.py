@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_tied_heads as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_tied_heads")
+scenarios = named("tests.peers.engines.scenarios_tied_heads")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_top_tokens as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_top_tokens")
+scenarios = named("tests.peers.engines.scenarios_top_tokens")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 

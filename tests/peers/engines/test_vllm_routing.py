@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_vllm_routing as scenarios
-else:
-    scenarios = named("tests.peers.engines.scenarios_vllm_routing")
+scenarios = named("tests.peers.engines.scenarios_vllm_routing")
 
 pytestmark = pytest.mark.engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,7 @@ from tests.oracles.routing.passes import (
 from tests.peers.scenarios import Run, named
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
 
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
+scenarios = named("tests.peers.transformers.scenarios_sharded")
 
 # Experts' implementations and dtypes.
 

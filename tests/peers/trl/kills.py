@@ -9,15 +9,12 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch_ext.log_reading import read_run, segment_files
 from tests.peers.scenarios import Ran, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_kills as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_kills")
+scenarios = named("tests.peers.trl.scenarios_kills")
 
 STEPS = 10
 """Optimizer steps of a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,12 +13,8 @@ from tests.cpu import without_float16_packing
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.ranks import launch
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_attach as scenarios
-    from tests.peers.trl import scenarios_attach_ranks as ranks
-else:
-    scenarios = named("tests.peers.trl.scenarios_attach")
-    ranks = named("tests.peers.trl.scenarios_attach_ranks")
+scenarios = named("tests.peers.trl.scenarios_attach")
+ranks = named("tests.peers.trl.scenarios_attach_ranks")
 
 pytestmark = pytest.mark.engine
 OURS = ("measured", "verdict", "events", "dropped")

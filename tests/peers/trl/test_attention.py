@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.models import tiny_gemma2
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_attention as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_attention")
+scenarios = named("tests.peers.trl.scenarios_attention")
 
 
 @pytest.mark.engine

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_bad_rows as scenarios
-    from tests.peers.trl import scenarios_bad_runs as runs
-else:
-    runs = named("tests.peers.trl.scenarios_bad_runs")
-    scenarios = named("tests.peers.trl.scenarios_bad_rows")
+runs = named("tests.peers.trl.scenarios_bad_runs")
+scenarios = named("tests.peers.trl.scenarios_bad_rows")
 
 pytestmark = pytest.mark.engine
 MANY = {"per_device_train_batch_size": 32, "num_generations": 4}

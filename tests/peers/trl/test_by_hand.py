@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_by_hand as scenarios
-    from tests.peers.trl import scenarios_by_hand_engine as engine
-else:
-    scenarios = named("tests.peers.trl.scenarios_by_hand")
-    engine = named("tests.peers.trl.scenarios_by_hand_engine")
+scenarios = named("tests.peers.trl.scenarios_by_hand")
+engine = named("tests.peers.trl.scenarios_by_hand_engine")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric, pytest.mark.timeout(900)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,7 @@ import torch
 from tests.peers.scenarios import Run, named
 from tests.unit.loops import Two
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_centering as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_centering")
+scenarios = named("tests.peers.trl.scenarios_centering")
 
 
 @pytest.mark.engine

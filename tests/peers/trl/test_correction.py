@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,12 +10,8 @@ import torch
 from mismatch_ext.ranks import ONE_PROCESS
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_correction as scenarios
-    from tests.peers.trl import scenarios_kl_terms as own
-else:
-    own = named("tests.peers.trl.scenarios_kl_terms")
-    scenarios = named("tests.peers.trl.scenarios_correction")
+own = named("tests.peers.trl.scenarios_kl_terms")
+scenarios = named("tests.peers.trl.scenarios_correction")
 
 pytestmark = pytest.mark.engine
 

@@ -11,16 +11,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import ROOT, Ran, Scenario, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_deepspeed as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_deepspeed")
+scenarios = named("tests.peers.trl.scenarios_deepspeed")
 
 pytestmark = pytest.mark.engine
 DEEPSPEED = Path(sys.prefix) / "deepspeed"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 from tests.planted import Edits, planted
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_drift as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_drift")
+scenarios = named("tests.peers.trl.scenarios_drift")
 
 FLOAT32 = {"precision": {"dtype": "float32"}}
 KL = {"kl": {"estimator": "k3"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,7 @@ from mismatch_ext.log_reading import read_run
 from mismatch_ext.patching import digest_of
 from tests.peers.scenarios import Ran, Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_everything as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_everything")
+scenarios = named("tests.peers.trl.scenarios_everything")
 
 # Every section: a loss scale that grows within the run, a coefficient that adapts, a rate that is halved every second step.
 EVERYTHING: dict[str, Any] = {

@@ -6,7 +6,7 @@ import gzip
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from mismatch_ext.adapters import cli
@@ -15,10 +15,7 @@ from examples.arithmetic.shipped import FOLDER
 from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_evidence as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_evidence")
+scenarios = named("tests.peers.trl.scenarios_evidence")
 
 pytestmark = pytest.mark.engine
 MODEL = str(FOLDER / "dense")

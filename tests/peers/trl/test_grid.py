@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_grid as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_grid")
+scenarios = named("tests.peers.trl.scenarios_grid")
 
 pytestmark = pytest.mark.engine
 SMALL, LARGE = 1e-5, 1e-1

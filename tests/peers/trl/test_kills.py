@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,7 @@ from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.kills import Whole, killed_run, planned, whole_run
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_kills as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_kills")
+scenarios = named("tests.peers.trl.scenarios_kills")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,12 +10,8 @@ from mismatch_ext.versions import installed
 from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_kl as scenarios
-    from tests.peers.trl import scenarios_kl_terms
-else:
-    scenarios = named("tests.peers.trl.scenarios_kl")
-    scenarios_kl_terms = named("tests.peers.trl.scenarios_kl_terms")
+scenarios = named("tests.peers.trl.scenarios_kl")
+scenarios_kl_terms = named("tests.peers.trl.scenarios_kl_terms")
 
 
 pytestmark = pytest.mark.engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,7 @@ from mismatch_ext.errors import ConfigError, WeightSyncError
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.test_everything import BALANCED, EVERYTHING
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_lora as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_lora")
+scenarios = named("tests.peers.trl.scenarios_lora")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 # The doctor examines one thing at a time: it does not go with masks.

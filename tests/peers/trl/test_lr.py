@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_lr as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_lr")
+scenarios = named("tests.peers.trl.scenarios_lr")
 
 
 def test_a_run_without_saved_state_is_joined_with_a_warning(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_measuring as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_measuring")
+scenarios = named("tests.peers.trl.scenarios_measuring")
 
 pytestmark = pytest.mark.engine
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_objective as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_objective")
+scenarios = named("tests.peers.trl.scenarios_objective")
 
 pytestmark = pytest.mark.engine
 

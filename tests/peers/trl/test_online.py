@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from tests.peers.scenarios import Run, named
-
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_online as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_online")
 
 from tests.oracle import expect_float32
+from tests.peers.scenarios import Run, named
+
+scenarios = named("tests.peers.trl.scenarios_online")
 
 BLOCK = {
     "precision": {"dtype": "float32"},

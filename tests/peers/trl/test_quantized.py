@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_quantized as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_quantized")
+scenarios = named("tests.peers.trl.scenarios_quantized")
 
 pytestmark = pytest.mark.engine
 

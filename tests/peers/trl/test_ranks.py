@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,12 +13,8 @@ from tests.peers.scenarios import named
 from tests.peers.trl.ranks import launch
 from tests.rendezvous import rendezvous
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_bad_ranks as bad_ranks
-    from tests.peers.trl import scenarios_ranks as scenarios
-else:
-    bad_ranks = named("tests.peers.trl.scenarios_bad_ranks")
-    scenarios = named("tests.peers.trl.scenarios_ranks")
+bad_ranks = named("tests.peers.trl.scenarios_bad_ranks")
+scenarios = named("tests.peers.trl.scenarios_ranks")
 
 pytestmark = pytest.mark.engine
 EACH_KIND = pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_routing as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_routing")
+scenarios = named("tests.peers.trl.scenarios_routing")
 
 
 pytestmark = pytest.mark.engine

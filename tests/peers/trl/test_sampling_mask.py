@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_sampling_mask as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_sampling_mask")
+scenarios = named("tests.peers.trl.scenarios_sampling_mask")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import requests
@@ -17,14 +17,9 @@ from tests.peers.scenarios import Ran, Run, named
 from tests.peers.trl.kills import check_lines, metrics_of
 from tests.peers.trl.ranks import launch
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_server as scenarios
-    from tests.peers.trl import scenarios_server_kills as kills
-    from tests.peers.trl import scenarios_server_ranks as ranks
-else:
-    kills = named("tests.peers.trl.scenarios_server_kills")
-    ranks = named("tests.peers.trl.scenarios_server_ranks")
-    scenarios = named("tests.peers.trl.scenarios_server")
+kills = named("tests.peers.trl.scenarios_server_kills")
+ranks = named("tests.peers.trl.scenarios_server_ranks")
+scenarios = named("tests.peers.trl.scenarios_server")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 FLAGS = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,7 @@ from tests.peers.conformance.origins import check_header
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.ends import expect_ends
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_training as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_training")
+scenarios = named("tests.peers.trl.scenarios_training")
 
 pytestmark = pytest.mark.engine
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.ranks import launch
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_turns as scenarios
-    from tests.peers.trl import scenarios_turns_ranks as ranks
-else:
-    scenarios = named("tests.peers.trl.scenarios_turns")
-    ranks = named("tests.peers.trl.scenarios_turns_ranks")
+scenarios = named("tests.peers.trl.scenarios_turns")
+ranks = named("tests.peers.trl.scenarios_turns_ranks")
 
 pytestmark = pytest.mark.engine
 

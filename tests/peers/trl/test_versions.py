@@ -12,7 +12,7 @@ import textwrap
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,10 +21,7 @@ from mismatch_ext.errors import SeamError
 from tests.peers.scenarios import ROOT, Run, named
 from tests.peers.trl.copies import AN_INPUT_OF_EACH_BATCH, HARMLESS, copied
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_versions as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_versions")
+scenarios = named("tests.peers.trl.scenarios_versions")
 
 DAPO = "dapo"
 BOTH = {"kl": {"coef": 0.1}, "correction": {"preset": "tis"}}

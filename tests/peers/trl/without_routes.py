@@ -7,14 +7,10 @@ name does not begin with `test_`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_everything as scenarios
-else:
-    scenarios = named("tests.peers.trl.scenarios_everything")
+scenarios = named("tests.peers.trl.scenarios_everything")
 
 
 def test_routes_of_the_engine_are_refused_by_name(run: Run, moe: Path, tmp_path: Path) -> None:

@@ -6,14 +6,10 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.peers.scenarios import Ran, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_kills as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_kills")
+scenarios = named("tests.peers.verl.in_process.scenarios_kills")
 
 MOMENTS: dict[str, float] = {"mismatch.json": 2, "torch.save": 8, "time": 0.5}
 """Where it is killed, and after how many times at most; seconds for `time`."""

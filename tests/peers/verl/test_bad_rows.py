@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.peers.scenarios import Run, Scenario, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_bad_rows as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_bad_rows")
+scenarios = named("tests.peers.verl.in_process.scenarios_bad_rows")
 
 pytestmark = pytest.mark.numeric
 

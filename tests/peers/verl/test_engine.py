@@ -6,7 +6,7 @@ import math
 import random
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +14,11 @@ import pytest
 from tests.peers.scenarios import Run, named
 from tests.peers.verl.kills import kill_in_process
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_fused as fusing
-    from tests.peers.verl.in_process import scenarios_masks as masking
-    from tests.peers.verl.in_process import scenarios_replay as replaying
-    from tests.peers.verl.in_process import scenarios_training as training
-    from tests.peers.verl.in_process import scenarios_ulysses as ulysses
-else:
-    fusing = named("tests.peers.verl.in_process.scenarios_fused")
-    masking = named("tests.peers.verl.in_process.scenarios_masks")
-    replaying = named("tests.peers.verl.in_process.scenarios_replay")
-    training = named("tests.peers.verl.in_process.scenarios_training")
-    ulysses = named("tests.peers.verl.in_process.scenarios_ulysses")
+fusing = named("tests.peers.verl.in_process.scenarios_fused")
+masking = named("tests.peers.verl.in_process.scenarios_masks")
+replaying = named("tests.peers.verl.in_process.scenarios_replay")
+training = named("tests.peers.verl.in_process.scenarios_training")
+ulysses = named("tests.peers.verl.in_process.scenarios_ulysses")
 
 
 Result = dict[str, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,14 +11,9 @@ from mismatch_ext.versions import installed
 from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_driver as on_driver
-    from tests.peers.verl.in_process import scenarios_kl_terms as own
-    from tests.peers.verl.in_process import scenarios_losses as in_engine
-else:
-    own = named("tests.peers.verl.in_process.scenarios_kl_terms")
-    on_driver = named("tests.peers.verl.in_process.scenarios_driver")
-    in_engine = named("tests.peers.verl.in_process.scenarios_losses")
+own = named("tests.peers.verl.in_process.scenarios_kl_terms")
+on_driver = named("tests.peers.verl.in_process.scenarios_driver")
+in_engine = named("tests.peers.verl.in_process.scenarios_losses")
 
 
 pytestmark = pytest.mark.engine

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl import scenarios_megatron as scenarios
-else:
-    scenarios = named("tests.peers.verl.scenarios_megatron")
+scenarios = named("tests.peers.verl.scenarios_megatron")
 
 
 pytestmark = pytest.mark.engine

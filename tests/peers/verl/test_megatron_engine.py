@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 from tests.peers.verl.recorded import recorded, shape
 
-if TYPE_CHECKING:
-    from tests.peers.verl import scenarios_megatron_engine as scenarios
-else:
-    scenarios = named("tests.peers.verl.scenarios_megatron_engine")
+scenarios = named("tests.peers.verl.scenarios_megatron_engine")
 
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]

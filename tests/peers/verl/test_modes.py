@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.peers.verl.in_process import scenarios_modes as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_modes")
+scenarios = named("tests.peers.verl.in_process.scenarios_modes")
 
 
 @pytest.mark.numeric

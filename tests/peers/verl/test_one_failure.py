@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_one_failure as failing
-else:
-    failing = named("tests.peers.verl.in_process.scenarios_one_failure")
+failing = named("tests.peers.verl.in_process.scenarios_one_failure")
 
 
 def test_a_pass_that_fails_on_one_rank_fails_there_and_meets_no_other_rank(run: Run, moe: Path) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_staleness as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_staleness")
+scenarios = named("tests.peers.verl.in_process.scenarios_staleness")
 
 
 def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None:

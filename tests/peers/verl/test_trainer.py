@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_trainer as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_trainer")
+scenarios = named("tests.peers.verl.in_process.scenarios_trainer")
 
 
 def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:

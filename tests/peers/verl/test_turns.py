@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.peers.scenarios import Run, named
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_turns as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_turns")
+scenarios = named("tests.peers.verl.in_process.scenarios_turns")
 
 
 def test_masks_go_with_the_tokens_that_they_are_of_or_it_is_said_why_not(run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,10 +11,7 @@ from tests.peers.scenarios import Run, named
 from tests.peers.trl.copies import Change, copied
 from tests.peers.verl.copies import HARMFUL, HARMLESS
 
-if TYPE_CHECKING:
-    from tests.peers.verl.in_process import scenarios_versions as scenarios
-else:
-    scenarios = named("tests.peers.verl.in_process.scenarios_versions")
+scenarios = named("tests.peers.verl.in_process.scenarios_versions")
 
 
 def on_copy(run: Run, model: Path, folder: Path, change: Change) -> Any:
