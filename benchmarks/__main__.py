@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.harness import measured_on
 
 NAMES = ("precision", "kl_full", "routing", "scale", "verl_scale", "trl_server", "trl_step")
-ASKED = ("quick", "bias", "centering", "report", "alarms", "false_alarms")
+ASKED = ("trl_real", "quick", "bias", "centering", "report", "alarms", "false_alarms")
 """These run only if they are named."""
 
 

@@ -1,13 +1,14 @@
 """A training step of the real TRL with vLLM and every section on, against stock TRL's, step by step in turn.
 
 Both sample with top-k, so that a sampling mask has something to leave out; stock TRL scores over the whole vocabulary.
-`--without` leaves sections out. The models and their vocabulary are tiny, so what a row or a step costs weighs more here than
-in a run: probes of a weight update, records, routes. The second model is random and twice as wide, and shows how that falls as
-a model grows. In a few steps the batch is scored once more without replay.
+`--without` leaves sections out. The model and its vocabulary are tiny, so what a row or a step costs weighs more here than in a
+run: probes of a weight update, records, routes. `python -m benchmarks trl_real` measures a real vocabulary. In a few steps the
+batch is scored once more without replay, which the median over the steps leaves out and `of all steps` counts.
 
 A rate of 0 leaves both with the same weights: they sample the same tokens, which is checked, and so do the same work; the
 optimizer does all of its own all the same. On a CPU the time is that of the processor, which other programs do not lengthen as
-they do a clock's; with a GPU it is the clock's.
+they do a clock's; with a GPU it is the clock's. Other programs slow down a processor that they share, so that pairs of steps
+differ more on a loaded machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -36,7 +38,20 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], pipe: Connection) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much a comparison does: steps, completions of a step, and tokens of a completion at most."""
+
+    steps: int = 18
+    rows: int = 256
+    tokens: int = 96
+
+
+GENERATIONS, PARTS = 8, 4
+"""Completions of each prompt, and micro-batches of a step."""
+
+
+def train(kind: str, model: str, out: str, size: Size, without: Sequence[str], pipe: Connection) -> None:
     """Train in its own process, one step each time it is told to."""
     Path(out).mkdir()
     be_quiet(Path(out))
@@ -55,9 +70,9 @@ def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], p
 
     on_cpu = not torch.cuda.is_available()
     given = {
-        "output_dir": out, "max_steps": steps, "num_generations": 8,
-        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4,
-        "max_completion_length": 96, "learning_rate": 0.0, "beta": 0.05, "bf16": True, "use_cpu": on_cpu,
+        "output_dir": out, "max_steps": size.steps, "num_generations": GENERATIONS,
+        "per_device_train_batch_size": size.rows // PARTS, "gradient_accumulation_steps": PARTS,
+        "max_completion_length": size.tokens, "learning_rate": 0.0, "beta": 0.05, "bf16": True, "use_cpu": on_cpu,
         "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 160,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False, "seed": 0,
         "disable_tqdm": True, "top_k": 8,
@@ -65,7 +80,9 @@ def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], p
     rest: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward,
-        "train_dataset": Dataset.from_list(make_dataset(steps * 32, FAMILIAR_DIGITS, seed=3)),
+        "train_dataset": Dataset.from_list(
+            make_dataset(size.steps * size.rows // GENERATIONS, FAMILIAR_DIGITS, seed=3)
+        ),
         "callbacks": [TakesTurns(pipe)],
     }
     if kind == "ours":
@@ -84,43 +101,25 @@ def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], p
     os._exit(0)  # engine threads may outlive the main one
 
 
-def widened(source: Path, folder: Path) -> Path:
-    """Write a random model like that of `source` with twice its width."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(source)
-    for name in ("hidden_size", "head_dim", "moe_intermediate_size"):
-        setattr(config, name, 2 * getattr(config, name))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(5)  # its answers are then about as long as a trained model's
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
+SMALL = Size()
 
 
-def run(steps: int = 26, model: str | None = None, without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a row of the given model, or of two; the ratio is the time of the stock step over that with everything on."""
+def run(size: Size = SMALL, model: str | None = None, without: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a row of a model, by default the example's mixture; the ratio is the time of the stock step over that of ours."""
     from examples.arithmetic.shipped import shipped_model
 
-    if model is not None:
-        return [compared(steps, model, without)]
-    with tempfile.TemporaryDirectory() as folder:
-        shipped = shipped_model("moe")
-        return [compared(steps, str(path), without) for path in (shipped, widened(shipped, Path(folder)))]
+    return [compared(size, str(model or shipped_model("moe")), without)]
 
 
-def compared(steps: int, model: str, without: Sequence[str]) -> dict[str, Any]:
+def compared(size: Size, model: str, without: Sequence[str] = (), title: str = "") -> dict[str, Any]:
     """Return the row of one model."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    size = AutoModelForCausalLM.from_pretrained(model).num_parameters() / 1e6
+    millions = AutoModelForCausalLM.from_pretrained(model).num_parameters() / 1e6
     with tempfile.TemporaryDirectory() as folder:
-        given = {kind: (kind, model, f"{folder}/{kind}", steps, without) for kind in ("ours", "theirs")}
-        pairs = take_turns(steps, train, given)
+        given = {kind: (kind, model, f"{folder}/{kind}", size, without) for kind in ("ours", "theirs")}
+        pairs = take_turns(size.steps, train, given)
     same = [[side["learned"][name] for name in ("num_tokens", "reward")] for pair in pairs for side in pair]
     assert same[::2] == same[1::2], "the two sampled other tokens"
     unit = "clock" if torch.cuda.is_available() else "processor"
@@ -128,24 +127,25 @@ def compared(steps: int, model: str, without: Sequence[str]) -> dict[str, Any]:
     times = [ours / theirs for ours, theirs in seconds]
     sections = " ".join(["every section", *(f"but {name}" for name in without)])
     return {
-        "name": f"a training step of TRL with vLLM, {size:.1f} million parameters, {tokens_per_step(pairs):.0f} tokens: "
-        f"{sections} on vs stock",
+        "name": f"a training step of TRL with vLLM, {title}{millions:.1f} million parameters, "
+        f"{tokens_per_step(pairs):.0f} tokens: {sections} on vs stock",
         "ours": median(ours for ours, _ in seconds),
         "theirs": median(theirs for _, theirs in seconds),
         "ratio": median(theirs / ours for ours, theirs in seconds),
         "times stock": median(times),
         "95 % of it": interval(times),
+        "of all steps": sum(ours for ours, _ in seconds) / sum(theirs for _, theirs in seconds),
         "equal": f"reward and number of tokens of each of {len(pairs)} steps",
     }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=26)
-    parser.add_argument(
-        "--model", default=None, help="A checkpoint; otherwise the example's mixture of experts and a wider one."
-    )
+    for field in fields(Size):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--model", default=None, help="A checkpoint; otherwise the example's mixture of experts.")
     parser.add_argument("--without", nargs="*", choices=EVERYTHING, default=(), help="Sections to leave out.")
     given = parser.parse_args()
-    for row in run(given.steps, given.model, given.without):
+    asked = Size(steps=given.steps, rows=given.rows, tokens=given.tokens)
+    for row in run(asked, given.model, given.without):
         print(json.dumps(row))

@@ -69,6 +69,7 @@ def drift_sums(
     versions: Tensor,
     scoring: int,
     comparable: Tensor | None = None,
+    means: Tensor | None = None,
 ) -> Sums:
     """Sum up the gap of rollouts that older weights may have sampled, separately for its parts.
 
@@ -80,6 +81,7 @@ def drift_sums(
         scoring: Version of the trainer's weights.
         comparable: True at tokens whose gap is numerics only, if their version is `scoring` `[B, T]`; for replayed routes
             `of_one_version` returns it. None means every token.
+        means: That of `gap_sums`.
 
     Returns:
         Sums with the same names for every batch; see `mismatch_ext.sums`.
@@ -106,7 +108,7 @@ def drift_sums(
     }
     sums = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in counts.items()}
     for name, chosen in masks.items():
-        gap = gap_sums(old=old, rollout=rollout, mask=chosen)
+        gap = gap_sums(old=old, rollout=rollout, mask=chosen, means=means)
         # Without profiles, which are most of the bytes and nobody draws.
         sums |= prefixed(name, {key: value for key, value in gap.items() if key.partition("/")[0] not in PROFILES})
     return sums

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -161,7 +162,8 @@ class TokenSupport:
         # In numpy, whose calls cost a third of torch's: a batch has hundreds of responses of a few dozen tokens.
         sampled = np.asarray(tokens, dtype=np.int64)
         inside = np.zeros(len(self), dtype=bool)
-        place = np.repeat(np.arange(len(self)), self.counts.numpy())
+        offsets = self.offsets.numpy()
+        place = np.repeat(np.arange(len(self)), offsets[1:] - offsets[:-1])
         inside[place[self.ids.numpy() == sampled[place]]] = True
         if (outside := np.asarray(mask, dtype=bool) & ~inside).any():
             token = int(outside.argmax())
@@ -191,40 +193,59 @@ class LeftTokens:
         """Add positions: ids `[positions, 1 + asked]`, the sampled one first, and log-probabilities, NaN or -inf if cut off."""
         self._pending.append((ids, logprobs))
         if len(self._pending) == PENDING:
-            self._settle()
+            self._read.append(_read_of(self._pending))
+            self._pending = []
 
-    def _settle(self) -> None:
-        if not self._pending:
-            return
-        ids, logprobs = (np.concatenate(columns) for columns in zip(*self._pending, strict=True))
-        self._pending = []
-        left = logprobs > -math.inf  # False for NaN
-        likeliest, counts = ids[:, 1:][left[:, 1:]], left[:, 1:].sum(1, dtype=np.int32)
-        sampled = np.where(left[:, 0], ids[:, 0], -1)
-        self._read.append((likeliest.astype(np.int32), counts, ~left.all(1), sampled.astype(np.int32)))
-
-    def read(self) -> list[tuple[Any, ...]]:
-        """Return what is known of the positions so far, in parts."""
-        self._settle()
-        return self._read
+    def __len__(self) -> int:
+        read = sum(len(cut) for _, _, cut, _ in self._read)
+        return read + sum(len(ids) for ids, _ in self._pending)
 
     def support(self, *, asked: int, vocabulary: int, name: str = "") -> TokenSupport:
         """Return the support of the positions so far; arguments and errors as for `TokenSupport.from_top`."""
-        return _support_of_read(self.read(), asked, vocabulary, partial(_named, name))
+        return _support_of_read(_read_of_all([self]), asked, vocabulary, partial(_named, name))
+
+
+def _read_of(pending: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[Any, ...]:
+    """Return what is kept of some positions as `LeftTokens.take` was given them: the columns of its `_read`."""
+    ids, logprobs = (np.concatenate(columns) for columns in zip(*pending, strict=True))
+    left = logprobs > -math.inf  # False for NaN
+    likeliest, counts = ids[:, 1:][left[:, 1:]], left[:, 1:].sum(1, dtype=np.int32)
+    sampled = np.where(left[:, 0], ids[:, 0], -1)
+    return likeliest.astype(np.int32), counts, ~left.all(1), sampled.astype(np.int32)
+
+
+def _read_of_all(responses: Sequence[LeftTokens]) -> list[tuple[Any, ...]]:
+    """Return what is known of the positions of some responses, in order, in parts that may span several responses."""
+    parts: list[tuple[Any, ...]] = []
+    waiting: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    for response in responses:
+        if response._read and waiting:
+            parts.append(_read_of(waiting))
+            waiting = []
+        parts += response._read
+        waiting += response._pending
+    if waiting:
+        parts.append(_read_of(waiting))
+    return parts
 
 
 def supports_of(responses: Sequence[LeftTokens], *, asked: int, vocabulary: int) -> list[TokenSupport]:
     """Return what `LeftTokens.support` returns of each response, which errors name by its index, from one pass over all."""
-    read = [response.read() for response in responses]
-    ends = list(accumulate((sum(len(cut) for _, _, cut, _ in parts) for parts in read), initial=0))
+    ends = list(accumulate(map(len, responses), initial=0))
 
     def named(position: int) -> str:
         row = bisect_right(ends, position) - 1
         return _named(str(row), position - ends[row])
 
-    joined = _support_of_read([part for parts in read for part in parts], asked, vocabulary, named)
-    rows = (joined.slice(first, last) for first, last in pairwise(ends))
-    return [replace(row, ids=row.ids.clone()) for row in rows]  # a view would hold, and pickle, the ids of all
+    joined = _support_of_read(_read_of_all(responses), asked, vocabulary, named)
+    ids, offsets = joined.ids.numpy(), joined.offsets.numpy()
+    supports = []
+    for first, last in pairwise(ends):
+        of_row = offsets[first : last + 1]
+        # Copies, because a view would hold, and pickle, the ids of all.
+        own = torch.from_numpy(ids[of_row[0] : of_row[-1]].copy())
+        supports.append(TokenSupport(ids=own, offsets=torch.from_numpy(of_row - of_row[0]), vocabulary=vocabulary))
+    return supports
 
 
 def _named(name: str, token: int) -> str:
@@ -370,7 +391,8 @@ class _FromHead(torch.autograd.Function):
         ctx.support, ctx.scaling, ctx.dtype = support, scaling, dtype
         logprobs = torch.zeros(tokens.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, ids, filled, column in _chunks(tokens, support, hidden.shape[1]):
-            z, _ = _scaled(_products(hidden[rows], weight, bias, ids, dtype).to(logprobs.dtype), scaling)
+            plain = _products(hidden[rows].to(dtype), _rows_of(weight, ids, dtype), bias, ids)
+            z, _ = _scaled(plain.to(logprobs.dtype), scaling)
             logprobs[rows] = _normalized(z, filled, column)
         return logprobs
 
@@ -383,13 +405,13 @@ class _FromHead(torch.autograd.Function):
             for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
         for rows, ids, filled, column in _chunks(tokens, ctx.support, hidden.shape[1]):
-            h = hidden[rows].to(ctx.dtype)
-            plain = _products(h, weight, bias, ids, ctx.dtype).to(outer.dtype)
+            h, of_ids = hidden[rows].to(ctx.dtype), _rows_of(weight, ids, ctx.dtype)
+            plain = _products(h, of_ids, bias, ids).to(outer.dtype)
             z, inner = _scaled(plain, ctx.scaling)
             slope = _slope(z, filled, column, outer[rows]) * inner
             products = slope.to(ctx.dtype)
             if of_hidden is not None:
-                of_hidden[rows] = torch.bmm(products[:, None], weight[ids].to(ctx.dtype))[:, 0].to(outer.dtype)
+                of_hidden[rows] = torch.bmm(products[:, None], of_ids)[:, 0].to(outer.dtype)
             if of_weight is not None:
                 # As in TRL's kernel, bfloat16 products are summed without rounding them.
                 each = products.to(outer.dtype)[..., None] * h.to(outer.dtype)[:, None]
@@ -403,10 +425,17 @@ class _FromHead(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return h . w_v + b_v for the ids of each position `[n, K]`."""
-    z = torch.bmm(weight[ids].to(dtype), hidden.to(dtype)[..., None])[..., 0]
-    return z if bias is None else z + bias[ids].to(dtype)
+def _rows_of(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of the projection for the ids of each position `[n, K, H]`; indexing takes three times as long on a CPU."""
+    if len(weight) <= ids.numel():
+        weight = weight.to(dtype)  # fewer elements to convert than the rows that are taken
+    return F.embedding(ids, weight).to(dtype)
+
+
+def _products(hidden: Tensor, rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+    """Return h . w_v + b_v for the ids of each position `[n, K]`, given the rows w_v of the projection."""
+    z = torch.bmm(rows, hidden[..., None])[..., 0]
+    return z if bias is None else z + bias[ids].to(rows.dtype)
 
 
 def _scaled(z: Tensor, scaling: tuple[float, float | None, float]) -> tuple[Tensor, Tensor | float]:

@@ -60,7 +60,6 @@ STACKS: dict[str, tuple[str, ...]] = {
     "verl-pins": (
         f"{VERL}/test_main_ppo.py::test_every_section_is_active_in_one_run",
         f"{VERL}/test_main_ppo.py::test_answers_without_any_routing_end_the_run_and_what_was_saved_stays",
-        f"{VERL}/test_one_kernel_experts.py",
         f"{VERL}/test_engine.py",
         f"{VERL}/test_loss.py",
         f"{VERL}/test_settings.py",
@@ -71,7 +70,8 @@ STACKS: dict[str, tuple[str, ...]] = {
     # uv pip install --override overrides.txt "mismatch-ext[verl,report]" "verl[sglang]==0.9.1"
     # SGLang's CUDA kernels are left out, as is what text models do not use: torch computes, and a stub stands for `sgl_kernel`.
     "verl-sglang": (
-        f"{VERL}/test_main_ppo_sglang.py",
+        f"{VERL}/test_main_ppo_sglang.py::test_every_section_is_active_in_one_run",
+        f"{VERL}/test_main_ppo_sglang.py::test_an_answer_that_verl_would_drop_ends_the_run",
         f"{ENGINES}/test_sglang.py",
         f"{ENGINES}/test_conformance.py",
         "tests/peers/engines/test_sglang_half.py",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
@@ -111,7 +112,7 @@ def support_of(record: RolloutRecord, vocabulary: int) -> TokenSupport:
 def mean_size(supports: Sequence[TokenSupport], ranks: Ranks, device: torch.device) -> float:
     """Return how many tokens were left to sample from, on average over the sampled tokens of all ranks."""
     ids = sum(support.ids.numel() for support in supports)
-    sampled = sum(int((support.counts > 0).sum()) for support in supports)
+    sampled = sum(np.count_nonzero(np.diff(support.offsets.numpy())) for support in supports)
     ids, sampled = ranks.sum(torch.tensor([ids, sampled], dtype=torch.float64, device=device)).tolist()
     return float(ids / max(sampled, 1))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.measure import BEFORE, CHUNK, MASK, OLD, ROLLOUT, sampled_rows
@@ -57,10 +58,9 @@ class StoredBatch:
         for first in range(0, len(self._keys), CHUNK):
             keys = self._keys[first : first + CHUNK]
             data = self._fetched(keys, SCORES)
-            for place in range(len(keys)):
-                row = EvidenceRow(prompt_ids=(), response_ids=(), **_values(data, place))
-                gaps.append(gap_of(row))
-                tokens.append(sum(row.mask))
+            for values in _values(data, len(keys)):
+                gaps.append(gap_of(EvidenceRow(prompt_ids=(), response_ids=(), **values)))
+                tokens.append(int(values["mask"].sum()))
         return torch.tensor(gaps), torch.tensor(tokens)
 
     def row(self, number: int) -> EvidenceRow:
@@ -72,13 +72,15 @@ class StoredBatch:
         provenance = self._provenance
         if provenance is not None and version is not None:
             provenance = replace(provenance, weight_version=version)
+        (values,) = _values(data, 1)
+        scores: dict[str, Any] = {name: None if array is None else array.tolist() for name, array in values.items()}
         return EvidenceRow(
             prompt_ids=prompt.tolist(),
             response_ids=response.tolist(),
             provenance=provenance,
             routes=self._routes(data.get(FIELD, None), torch.cat([prompt, response]), key),
             sampled_after=version,
-            **_values(data, 0),
+            **scores,
         )
 
     def _fetched(self, keys: Sequence[str], names: Sequence[str]) -> Any:
@@ -104,19 +106,20 @@ class StoredBatch:
         )
 
 
-def _values(data: Any, place: int) -> dict[str, Any]:
-    """Return the engine's and the trainer's log-probabilities of a row, and its mask."""
+def _values(data: Any, rows: int) -> Iterator[dict[str, Any]]:
+    """Yield the engine's and the trainer's log-probabilities of each row, and its mask, as arrays: lists of all would be slow."""
 
-    def values(name: str) -> list[Any] | None:
+    def arrays(name: str, dtype: torch.dtype) -> list[Any] | None:
         field = data.get(name, None)
-        return None if field is None else field.unbind()[place].tolist()
+        return None if field is None else [row.to(dtype).numpy() for row in field.unbind()]
 
     # Once verl has corrected the batch, its mask lacks the tokens that were rejected, which are what an alarm is about.
-    before = values(BEFORE)
-    mask = (values(MASK) or []) if before is None else before
-    rollout = values(ROLLOUT)
-    return {
-        "mask": [bool(value) for value in mask],
-        "rollout": [torch.nan] * len(mask) if rollout is None else rollout,
-        "trainer": values(OLD),
-    }
+    masks = arrays(BEFORE, torch.bool) or arrays(MASK, torch.bool)
+    engine, trainer = arrays(ROLLOUT, torch.float64), arrays(OLD, torch.float64)
+    for row in range(rows):
+        mask = np.zeros(0, bool) if masks is None else masks[row]
+        yield {
+            "mask": mask,
+            "rollout": np.full(len(mask), np.nan) if engine is None else engine[row],
+            "trainer": None if trainer is None else trainer[row],
+        }

@@ -6,6 +6,7 @@ denominators of the global batch, so that the gradient depends neither on ranks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -150,6 +151,8 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
     if any(flags := bad_rows(data)):
         bad = torch.tensor(flags, device=logps.device)
         fields["loss_mask"] = _field(fields, "loss_mask").bool() & ~bad[:, None]
+    if not _is_finite(logps, _field(fields, "loss_mask").bool()):
+        return logps.sum() * math.nan
     share: Tensor = agg_loss(
         loss_mat=loss_term(logps, fields, kl),
         loss_mask=fields["loss_mask"].bool(),
@@ -157,6 +160,15 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
         **config.global_batch_info,
     )
     return share
+
+
+def _is_finite(logps: Tensor, mask: Tensor) -> bool:
+    """Tell whether the policy's log-probabilities are finite where they count.
+
+    If they are not, the loss is not a number, as verl's own: verl then skips the step on all ranks, and a float16 scaler halves
+    its scale. An error would end this rank alone.
+    """
+    return bool(logps.detach()[mask].isfinite().all())
 
 
 def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) -> Tensor:
@@ -200,7 +212,9 @@ def without_drifted(model_output: Any, data: Any, threshold: float) -> tuple[Any
     padded = data.select("rollout_log_probs", "advantages", "response_mask").to_padded_tensor()
     mask, advantages = padded["response_mask"].bool(), padded["advantages"]
     name, dropped = PREFIX + "off_policy_masked_fraction", 0.0
-    if bool(mask.any()):
+    if not _is_finite(logps, mask):
+        dropped = math.nan  # which sequences the rule drops is not known
+    elif bool(mask.any()):
         rule = ResolvedCorrection(off_policy_threshold=threshold)
         corrected = correct(
             old_logprobs=logps,

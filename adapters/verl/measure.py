@@ -181,7 +181,7 @@ def measure(
         if scoring is not None:
             gaps.append(chunk.gap(scoring.field, left_out, means=means[rows], sample=sample, seed=seed + number))
             if scoring.version is not None:
-                drifts.append(chunk.drift(scoring, left_out))
+                drifts.append(chunk.drift(scoring, left_out, means[rows]))
         if kl is not None:
             kls.append(chunk.kl(left_out))
             if has_baseline:
@@ -272,7 +272,7 @@ class _Chunk:
             seed=seed,
         )
 
-    def drift(self, scoring: Scoring, left_out: Tensor) -> Sums:
+    def drift(self, scoring: Scoring, left_out: Tensor, means: Tensor) -> Sums:
         """Return `drift_sums` of the rows that are not left out, by the versions that sampled their tokens."""
         assert scoring.version is not None
         mask = self._padded(MASK).bool() & ~left_out[:, None]
@@ -291,6 +291,7 @@ class _Chunk:
             versions=versions,
             scoring=scoring.version,
             comparable=of_one_version(versions, mask) if scoring.replayed else mask,
+            means=means,  # the rows that the gap's means are of, so that both agree where all weights are the present ones
         )
 
     def kl(self, left_out: Tensor) -> Sums:

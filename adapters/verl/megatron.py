@@ -76,13 +76,14 @@ class ReplayGuard:
             yield data
             return
         others, run = False, data
-        with together(WORLD):
+        with together(WORLD, flags=1) as flags:
             routers = self._routers(engine)
             records = engine.engine_config.router_replay.mode == "R2" and forward_only and data.get(FIELD) is None
             if not records:
                 others = not check_routes(engine, data, forward_only)
                 run = data if others else _plain(engine, data)
-        if any(gathered(others)):
+            flags.here[0] = others
+        if flags.anywhere[0]:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self._others += 1
             yield tu.assign_non_tensor(data.exclude(FIELD), **{FLAG: False})

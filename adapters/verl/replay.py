@@ -202,8 +202,9 @@ class EngineReplay(RouteReplay):
         self._split, self._records = REFERENCE if reference or drifted else TRAIN, records
         self._prepared = 0
         try:
+            # The pass meets other ranks in collectives of its own: a rank whose pass fails must not meet them here.
+            yield run
             with together(WORLD):
-                yield run
                 if self._prepared < len(data):
                     raise ReplayError(
                         f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
@@ -454,7 +455,7 @@ def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
 
 def _mark(ids: Tensor, array: Tensor) -> int:
     """Return a number for a sample by its token ids, and by one in 64 rows of its routes."""
-    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].cpu().numpy().tobytes()))
+    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].contiguous().cpu().numpy().tobytes()))
 
 
 def proofs_of(data: Any) -> list[tuple[int, bool]]:

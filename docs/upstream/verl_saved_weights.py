@@ -30,7 +30,7 @@ def with_workaround() -> float:
     from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 
     worker = object.__new__(MismatchDetachWorker)
-    vars(worker).update(config=Of(actor=Of(strategy="fsdp2")), _strategy_handlers=None, _checks=Of(observes=False))
+    vars(worker).update(config=Of(actor=Of(strategy="fsdp2")), _strategy_handlers=None, _checks=Of(acts=True))
     return seen(worker.copy_handler)
 
 

@@ -14,7 +14,6 @@ from mismatch_ext.adapters.sglang import RoutingShape
 from mismatch_ext.rollout import Provenance, SamplingSettings
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/sglang"
-RECORDED = sorted(path.name for path in FOLDER.glob("moe_*.json"))
 SHAPE = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from mismatch_ext.drift import (
     token_versions,
 )
 from mismatch_ext.errors import RecordError
+from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import LrControl, numerics_statistics
 from mismatch_ext.sums import Sums, merged
@@ -165,3 +167,14 @@ def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_r
     )
     assert found["numerics/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
     assert found["same_version_frac"] == pytest.approx(4 / 7) and found["mixed_routes_frac"] == pytest.approx(1 / 7)
+
+
+def test_drift_and_gap_measure_the_same_rows_where_only_some_are_drawn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, rollout = (torch.randn(4, 6, generator=generator) for _ in range(2))
+    mask, means = torch.ones(4, 6, dtype=torch.bool), torch.tensor([True, False, False, True])
+    given: dict[str, Any] = {"old": old, "rollout": rollout, "mask": mask, "means": means}
+    whole = gap_metrics(gap_sums(**given))
+    parts = drift_metrics(drift_sums(**given, versions=torch.full((4, 6), 3), scoring=3))
+    assert parts["numerics/k3_kl"] == whole["k3_kl"]
+    assert parts["numerics/tokens"] == 24

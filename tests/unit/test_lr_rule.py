@@ -38,6 +38,8 @@ def test_the_papers_sequence_reaches_the_floor_at_the_fourth_decay() -> None:
     # 0.5^k against the floor 0.1: 1, .5, .25, .125, then .0625 < .1.
     _, multipliers = run(LrConfig(period=10), [1.0] * 60)
     assert multipliers == [m for m in (1.0, 0.5, 0.25, 0.125, 0.1, 0.1) for _ in range(10)]
+    _, multipliers = run(LrConfig(period=10, warmup_steps=5), [1.0] * 20)
+    assert multipliers == [1.0] * 15 + [0.5] * 5
 
 
 def test_a_surge_at_step_110_gives_a_period_of_198() -> None:

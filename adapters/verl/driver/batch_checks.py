@@ -11,7 +11,7 @@ import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.measure import CHUNK, EXTRA, MASK, BadKeys, sampled_rows
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
-from mismatch_ext.adapters.verl.rollout.client import READ, SAMPLED, SETTINGS
+from mismatch_ext.adapters.verl.rollout.client import NEUTRAL, READ, SAMPLED, SETTINGS
 from mismatch_ext.adapters.verl.rollout.digests import numbers, without_digests
 from numpy.typing import NDArray
 from tensordict import TensorDict
@@ -93,15 +93,24 @@ def _unbound(data: Any, *names: str) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(data[name].unbind() for name in names), strict=True)
 
 
-def check_settings(batch: Any, step: int, expected: SamplingSettings) -> None:
-    """Refuse rollouts that were sampled with other settings than the trainer scores them by; raises RecordError."""
-    scored = {name: getattr(expected, name) for name in READ}
+def check_settings(batch: Any, step: int, expected: SamplingSettings, penalty: float = 1.0) -> None:
+    """Refuse rollouts that were sampled with other settings than the trainer scores them by; raises RecordError.
+
+    `penalty` is the repetition penalty of a request that names none.
+    """
+    scored = {name: getattr(expected, name) for name in READ} | NEUTRAL
+    implied = {"repetition_penalty": penalty}
     for key, extra in _extra_fields(batch):
         for settings in extra.get(SETTINGS, ()):
-            for name, value in settings.items():
-                keeps_all = value <= 0 and scored[name] <= 0  # as top_k, 0 and -1 are the same
+            for name, value in (implied | settings).items():
+                keeps_all = name == "top_k" and value <= 0 and scored[name] <= 0  # 0 and -1 are the same
                 if value == scored[name] or keeps_all:
                     continue
+                if name in NEUTRAL:
+                    raise RecordError(
+                        f"rollout {key} of step {step} was sampled with {name}={value:g}, which the trainer does not "
+                        f"know of; allowed: {scored[name]:g}. Let the agent loop pass on the settings that verl gives it."
+                    )
                 raise RecordError(
                     f"rollout {key} of step {step} was sampled with {name}={value:g}, and the trainer scores it with "
                     f"actor_rollout_ref.rollout.{name}={scored[name]:g}. Let the agent loop pass on the settings that verl gives "

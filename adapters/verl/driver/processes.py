@@ -180,6 +180,12 @@ class Processes:
         )
 
     @property
+    def implied_penalty(self) -> float:
+        """The repetition penalty of a request that names none: verl's vLLM server then takes the rollout's."""
+        penalty = self._rollout.get("repetition_penalty", None)
+        return 1.0 if penalty is None or self._rollout.name != "vllm" else float(penalty)
+
+    @property
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings that the trainer's log-probabilities ignore: with sampling masks they follow truncation."""
         masked = self._block.sampling_mask is not None

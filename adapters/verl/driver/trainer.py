@@ -103,6 +103,7 @@ class MismatchTrainer(_Host):
         self._bad: BadKeys | None = None  # the bad rows of that batch
         self._judged_batch: StoredBatch | None = None  # that batch, as evidence
         self._has_reference = False  # whether the reference has scored that batch
+        self._led = False  # whether a batch of this step has led the rate
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
@@ -257,7 +258,8 @@ class MismatchTrainer(_Host):
                 check_routes(batch, self.global_steps, bad, acts=self._checks.acts)
         # An agent loop that samples in its own way is told of it, and trains on: the settings are its own choice.
         with self._checks.reporting("sampling"), self._log.refusing("train", held):
-            check_settings(batch, self.global_steps, self._processes.sampling)
+            settings = self._processes.sampling
+            check_settings(batch, self.global_steps, settings, self._processes.implied_penalty)
         if not self._has_routes:  # else the engine compares each token that it replays routes of
             check_tokens(batch, self.global_steps, bad, metrics)
 
@@ -403,9 +405,12 @@ class MismatchTrainer(_Host):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
+        if self._first_update:
+            self._led = False
         if self._block.lr is not None and not self._trains_on_nothing:
             self._waiting.append(self._statistics(self._block.lr.trigger))
-            if self._first_update:  # the rule counts steps: batches of later local updates lead the next step's rate
+            if not self._led:  # the rule counts steps: batches of later local updates lead the next step's rate
+                self._led = True
                 *earlier, latest = self._waiting
                 metrics.update(of_ranks(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
                 self._waiting = []

@@ -40,6 +40,8 @@ It is empty where nobody can say: R3's routes carry digests of their own, and to
 
 READ = ("temperature", "top_p", "top_k")
 """Settings of a request that both sides must take into account."""
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Settings of a request that the trainer never takes into account, with the values that change nothing."""
 MEDIA = ("image_data", "video_data", "audio_data")
 
 
@@ -73,7 +75,7 @@ class Conversation:
 
     def note_settings(self, given: Mapping[str, Any]) -> None:
         """Note the settings that a request samples with."""
-        settings = {name: given[name] for name in READ if given.get(name) is not None}
+        settings = {name: given[name] for name in (*READ, *NEUTRAL) if given.get(name) is not None}
         if settings not in self.settings:
             self.settings.append(settings)
 

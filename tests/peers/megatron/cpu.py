@@ -6,9 +6,8 @@ Nothing here touches routing: the routers, dispatchers, experts and checkpoint f
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-VOCABULARY, BATCH, SEQUENCE = 64, 2, 10
+VOCABULARY = 64
 EXPERTS, TOP_K = 8, 2
 
 
@@ -81,7 +80,7 @@ def _shim() -> None:
 
 
 class NamedCuda(TorchFunctionMode):
-    """Makes on the CPU what the pipeline schedules make on "cuda" by name."""
+    """Makes on the CPU what is made on "cuda" by name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -90,61 +89,17 @@ class NamedCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def start(rank: int = 0, world: int = 1) -> None:
-    """Join the process group at MASTER_ADDR:MASTER_PORT, as one rank that shares nothing until `arrange` says so."""
+def start() -> None:
+    """Join the process group at MASTER_ADDR:MASTER_PORT, as one rank that shares nothing."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     torch.set_num_threads(1)
     _shim()
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    arrange()
-
-
-def alone(scenario: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a scenario run on one rank that shares nothing."""
-
-    @functools.wraps(scenario)
-    def started(**given: Any) -> Any:
-        start()
-        return scenario(**given)
-
-    return started
-
-
-def arrange(*, tensor: int = 1, pipeline: int = 1, virtual: int | None = None, expert: int = 1) -> None:
-    """Set up megatron's process groups, in place of those from before."""
+    dist.init_process_group("gloo", rank=0, world_size=1, timeout=timedelta(seconds=60))
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor,
-        pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-    )
+    parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(123)
-
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
-}
-FORMULA: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "pre-softmax": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},
-    "sigmoid-bias-groups": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
-    "softmax-groups": {"moe_router_pre_softmax": True, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-}
 
 
 def configured(**overrides: Any) -> Any:
@@ -178,42 +133,22 @@ def configured(**overrides: Any) -> Any:
     return TransformerConfig(**settings)
 
 
-def build(*, vp_stage: int | None = None, first: bool = True, last: bool = True, **overrides: Any) -> Any:
-    """Build a GPTModel, or one chunk of it.
-
-    Args:
-        vp_stage: Virtual pipeline stage of the chunk.
-        first: Whether it holds the embedding.
-        last: Whether it holds the output layer.
-        overrides: Settings of the config.
-    """
+def build(**overrides: Any) -> Any:
+    """Build a GPTModel with settings of its config."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     config = configured(**overrides)
-    experts = config.num_moe_experts
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
-    if config.moe_layer_freq != 1:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage
-        )
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=None
+    )
     torch.manual_seed(0)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=64,
-        pre_process=first,
-        post_process=last,
         position_embedding_type="rope",
-        vp_stage=vp_stage,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-        if config.mtp_num_layers
-        else None,
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -221,27 +156,7 @@ def build(*, vp_stage: int | None = None, first: bool = True, last: bool = True,
             if parameter.dim() > 1:
                 # Megatron's own spread leaves experts nearly alike, and a wrong route without effect.
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
-        for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)
     return model
-
-
-def tokens(seed: int, batch: int = BATCH) -> Tensor:
-    """Return random token ids `[B, S]`."""
-    return torch.randint(0, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Any, ids: Tensor | None, batch: int = BATCH) -> Tensor:
-    """Run a forward pass; `ids` may be None behind the first pipeline stage."""
-    positions = torch.arange(SEQUENCE)[None].expand(batch, -1)
-    causal = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    return model(ids, positions, causal)
-
-
-def loss_of(output: Tensor) -> Tensor:
-    """Return a loss in float64, on which finite differences can be taken."""
-    return -output.double().log_softmax(-1)[..., 3].mean()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

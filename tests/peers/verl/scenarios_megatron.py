@@ -8,7 +8,7 @@ micro-batch, on a model that this file builds after verl has patched the routers
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +18,17 @@ os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.peers.verl.cpu.platform")
 import torch
 from mismatch_ext.adapters.verl import megatron
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.loss import make_loss
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction, apply_router_replay_patch
-from verl.workers.config import EngineRouterReplayConfig, McoreActorConfig, McoreEngineConfig
+from verl.workers.config import EngineRouterReplayConfig, McoreEngineConfig
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError
 from mismatch_ext.patching import active_patches
 from tests.peers.megatron.cpu import (
     EXPERTS,
-    RECOMPUTE,
     TOP_K,
     VOCABULARY,
     NamedCuda,
@@ -41,16 +38,11 @@ from tests.peers.megatron.cpu import (
     same,
     start,
 )
-from tests.peers.verl.in_process.routes import carrying
+from tests.peers.verl.in_process.routes import carrying, nested, refused
 
 PROMPTS, RESPONSES = (4, 3, 5), (5, 4, 3)
 TOKENS = [9, 7, 8]
 LAYERS = (1, 2)  # decoder layer 0 is dense
-
-
-def nested(parts: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of ragged rows."""
-    return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
 
 
 def causal(tokens: int) -> Tensor:
@@ -58,19 +50,16 @@ def causal(tokens: int) -> Tensor:
     return torch.triu(torch.ones(1, 1, tokens, tokens, dtype=torch.bool), 1)
 
 
-def built(mode: str, recompute: str = "none", block: MismatchConfig | None = None) -> Any:
+def built(mode: str, block: MismatchConfig | None = None) -> Any:
     """Return an engine on a new model, with all that its forward and backward passes ask it for.
 
     Args:
         mode: verl's `router_replay.mode`.
-        recompute: Which activations are recomputed in the backward pass.
         block: That of our engine; None builds verl's own.
     """
     apply_router_replay_patch()
     # The dispatcher's memory of sequence lengths belongs to one model.
-    model = build(
-        num_layers=3, moe_layer_freq=[0, 1, 1], moe_enable_routing_replay=mode != "disabled", **RECOMPUTE[recompute]
-    )
+    model = build(num_layers=3, moe_layer_freq=[0, 1, 1], moe_enable_routing_replay=mode != "disabled")
     # The local attention takes verl's mask of padding for one of what to leave out.
     model.register_forward_pre_hook(
         lambda module, args, given: (
@@ -119,7 +108,6 @@ def batch(given: list[Tensor] | None = None, flag: bool | None = True) -> Tensor
     responses = [torch.randint(0, VOCABULARY, (count,), generator=generator) for count in RESPONSES]
     whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     ones = [torch.ones_like(ids) for ids in responses]
-    noise = [torch.full((count,), -3.0) for count in RESPONSES]
     data = TensorDict(
         {
             "prompts": nested(prompts),
@@ -128,9 +116,6 @@ def batch(given: list[Tensor] | None = None, flag: bool | None = True) -> Tensor
             "position_ids": nested([torch.arange(len(ids)) for ids in whole]),
             "response_mask": nested(ones),
             "loss_mask": nested(ones),
-            "advantages": nested([torch.full((count,), (-1.0) ** row) for row, count in enumerate(RESPONSES)]),
-            "old_log_probs": nested(noise),
-            "ref_log_prob": nested(noise),
         },
         batch_size=len(whole),
     )
@@ -195,51 +180,44 @@ def obeyed(maps: dict[int, list[Tensor]], given: list[Tensor], rows_left: int = 
     return True
 
 
-def refused(run: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the class and message of an error of ours; anything else is raised, and nothing is an answer too."""
-    try:
-        run(*args, **kwargs)
-    except MismatchError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+OFF = {"monitor": {"weight_sync": "off"}}
+R3 = MismatchConfig.parse({"routing": {"mode": "R3"}, **OFF})
+R2 = MismatchConfig.parse({"routing": {"mode": "R2"}, **OFF})
 
 
-def spoilt(change: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """Return routes after a change."""
+def spoilt(change: Callable[[list[Tensor]], None]) -> TensorDict:
+    """Return a batch whose routes were changed."""
     given = routes()
     change(given)
-    return given
+    return batch(given)
 
 
-def fault(name: str) -> list[Tensor]:
-    """Return routes of which something is wrong with the second sample's."""
+def put(index: Any, value: int) -> Callable[[list[Tensor]], None]:
+    """Return the change of some of the second sample's routes."""
 
     def change(given: list[Tensor]) -> None:
-        ids = given[1]
-        match name:
-            case "zeros":
-                ids.zero_()
-            case "zero_tail":
-                ids[4:] = 0
-            case "zero_row":
-                ids[2] = 0
-            case "duplicate":
-                ids[2, 1] = 3
-            case "range":
-                ids[2, 2, 1] = EXPERTS
-            case "short":
-                given[1] = ids[:-2]
-            case "long":
-                given[1] = torch.cat([ids, ids[:1]])
-            case "layers":
-                given[:] = [torch.cat([ids, ids[:, :1]], 1) for ids in given]
-            case "dense_layer":
-                ids[0, 0, 0] = 1
+        given[1][index] = value
 
-    return spoilt(change)
+    return change
 
 
-FAULTS = ("zeros", "zero_tail", "zero_row", "duplicate", "range", "short", "long", "layers", "dense_layer")
+def shorten(given: list[Tensor]) -> None:
+    given[1] = given[1][:-2]
+
+
+def add_a_layer(given: list[Tensor]) -> None:
+    given[:] = [torch.cat([ids, ids[:, :1]], 1) for ids in given]
+
+
+SPOILT: dict[str, Callable[[list[Tensor]], None]] = {
+    "zeros": put(slice(None), 0),
+    "zero_tail": put(slice(4, None), 0),
+    "zero_row": put(2, 0),
+    "range": put((2, 2, 1), EXPERTS),
+    "short": shorten,
+    "dense_layer": put((0, 0, 0), 1),
+    "layers": add_a_layer,
+}
 
 
 def native_run(engine: Any, action: RouterReplayAction | None) -> Tensor:
@@ -263,130 +241,6 @@ def surplus_list(engine: Any) -> dict[str, Any]:
         RouterReplay.router_instances[:] = known
 
 
-def stock() -> dict[str, Any]:
-    """Show what verl does by itself, and keep what good batches give."""
-    found: dict[str, Any] = {}
-    engine = built("R3")
-    native = passed(engine, batch(flag=False), forward_only=True)
-    runs = [
-        native_run(engine, action)
-        for action in (None, RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
-    ]
-    found["no_target_is_native"], found["empty_queue_is_native"] = (torch.equal(runs[0], run) for run in runs[1:])
-    found["left_out_is_native"] = alike(surplus_list(engine), native)
-    maps = passed(engine, batch(fault("zeros")), forward_only=True)["maps"]
-    expert0 = torch.arange(EXPERTS) == 0
-    found["zeros_are_expert_0"] = all(bool((maps[layer][1][:-1] == expert0).all()) for layer in LAYERS)
-    keep["r3"] = passed(engine, batch(routes()), forward_only=True)
-    found["replay_obeys"] = obeyed(keep["r3"]["maps"], routes())
-    found["replay_matters"] = not torch.equal(keep["r3"]["logps"][0], native["logps"][0])
-    keep["native"] = native
-    for recompute in ("none", "moe", "uniform"):
-        keep[recompute] = passed(built("R3", recompute), batch(routes()))
-    found["left_behind"] = left_behind(built("R3"))
-    engine = built("R2")
-    recorded = passed(engine, batch(), forward_only=True)["routes"]
-    keep["r2"] = passed(engine, batch(list(recorded.unbind())))
-    short = list(recorded.unbind())
-    short[1] = short[1][:-2]
-    maps = passed(engine, batch(short))["maps"]
-    found["short_rows_are_dropped"] = [int(maps[layer][1].any(1).sum()) for layer in LAYERS]
-    return found
-
-
-keep: dict[str, Any] = {}
-OFF = MismatchConfig.parse({"monitor": {"weight_sync": "off"}})
-R3 = MismatchConfig.parse({"routing": {"mode": "R3"}, "monitor": {"weight_sync": "off"}})
-R2 = MismatchConfig.parse({"routing": {"mode": "R2"}, "monitor": {"weight_sync": "off"}})
-
-
-def checked() -> dict[str, Any]:
-    """Run the same with the checks."""
-    found: dict[str, Any] = {}
-    for block in (OFF, R3, R3):
-        megatron.register_megatron_engine(block, RunMode())
-        names = [patch["name"] for patch in active_patches() if "megatron" in patch["name"]]
-        found.setdefault("patched", []).append(names)
-    engine = built("R3", block=R3)
-    found["report"] = megatron.MismatchMegatronEngine.mismatch_report(engine)
-    found["parameters"] = sum(parameter.numel() for parameter in engine.module[0].parameters())
-    found["r3"] = alike(passed(engine, batch(routes()), forward_only=True), keep["r3"])
-    found["without_last_row"] = alike(
-        passed(engine, batch([ids[:-1] for ids in routes()]), forward_only=True), keep["r3"]
-    )
-    found["moe_layers_alone"] = alike(
-        passed(engine, batch([ids[:, 1:].contiguous() for ids in routes()]), forward_only=True), keep["r3"]
-    )
-    found["reference_is_native"] = alike(passed(engine, batch(flag=False), forward_only=True), keep["native"])
-    filled = batch(fault("zeros"))
-    filled["response_mask"] = nested([torch.full((count,), int(row != 1)) for row, count in enumerate(RESPONSES)])
-    maps = passed(engine, filled, forward_only=True)["maps"]
-    others = [{layer: [maps[layer][row]] for layer in LAYERS} for row in (0, 2)]
-    found["others_are_replayed"] = all(
-        obeyed(*pair) for pair in zip(others, ([routes()[0]], [routes()[2]]), strict=True)
-    )
-    # Its first layer sees what it sees without replay.
-    found["filler_is_native"] = torch.equal(maps[1][1], keep["native"]["maps"][1][1])
-    faults = {name: refused(passed, engine, batch(fault(name)), forward_only=True) for name in FAULTS}
-    faults["none"] = refused(passed, engine, batch(), forward_only=True)
-    faults["no_flag"] = refused(passed, engine, batch(routes(), flag=None), forward_only=True)
-    faults["flag_off"] = refused(passed, engine, batch(routes(), flag=False))
-    faults["not_built_for_it"] = refused(passed, built("disabled", block=R3), batch(routes()))
-    engine = built("R3", block=R3)
-    faults["left_out"] = refused(surplus_list, engine)
-    found["left_behind"] = left_behind(engine)
-    for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
-        faults[action.value] = refused(native_run, engine, action)
-    found["after_failure"] = alike(passed(engine, batch(routes()), forward_only=True), keep["r3"])
-    balanced = engine.module[0].decoder.layers[2].mlp.router
-    given, balanced.routing = (
-        balanced.routing,
-        lambda logits, **_: balanced.sinkhorn_load_balancing(logits.flatten(0, 1)),
-    )
-    faults["bypassed"] = refused(passed, engine, batch(routes()), forward_only=True)
-    balanced.routing = given
-    for recompute in ("none", "moe", "uniform"):
-        found[f"update_{recompute}"] = alike(passed(built("R3", recompute, R3), batch(routes())), keep[recompute])
-    found["update_obeys"] = obeyed(keep["none"]["maps"], routes())
-    engine = built("R2", block=R2)
-    recorded = list(passed(engine, batch(), forward_only=True)["routes"].unbind())
-    found["r2"] = alike(passed(engine, batch(recorded)), keep["r2"]) and obeyed(keep["r2"]["maps"], wide(recorded), 0)
-    short = list(recorded)
-    short[1] = short[1][:-2]
-    faults["r2_short"] = refused(passed, engine, batch(short))
-    zero = [ids.clone() for ids in recorded]
-    zero[1][-1] = 0
-    faults["r2_zero_row"] = refused(passed, engine, batch(zero))
-    faults["rows"] = mismatched(engine)
-    found["faults"] = faults
-    return found
-
-
-def other_tokens() -> dict[str, Any]:
-    """Give batches whose tokens were changed without their routes."""
-    found: dict[str, Any] = {}
-    for mode, block in (("R3", R3), ("R2", R2)):
-        engine = built(mode, block=block)
-        given = routes() if mode == "R3" else list(passed(engine, batch(), forward_only=True)["routes"].unbind())
-        changed = batch(given)
-        rows = [row.clone() for row in changed["input_ids"].unbind()]
-        rows[1][0] = (rows[1][0] + 1) % VOCABULARY
-        changed["input_ids"] = nested(rows)
-        own = {"update": refused(passed, engine, changed)}
-        flagged = changed.clone()
-        tu.assign_non_tensor(flagged, enable_routing_replay=False)
-        stock = passed(engine, flagged, forward_only=True)
-        own["scored_natively"] = alike(passed(engine, changed, forward_only=True), stock)
-        own["scored_others"] = megatron.guarded()[0].take_others()
-        found[mode] = own
-    return found
-
-
-def wide(recorded: list[Tensor]) -> list[Tensor]:
-    """Return routes of the MoE layers as routes of all layers."""
-    return [torch.cat([torch.zeros_like(ids[:, :1]), ids], 1) for ids in recorded]
-
-
 def mismatched(engine: Any) -> str:
     """Give a router two rows fewer than tokens, behind the check of samples."""
     for router in RouterReplay.router_instances:
@@ -399,31 +253,114 @@ def mismatched(engine: Any) -> str:
         RouterReplay.clear_global_router_replay_action()
 
 
-def losses() -> dict[str, Any]:
-    """Compute verl's loss with a KL term of ours in its Megatron engine, as `set_loss_fn` would install it."""
-    config = McoreActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False, ppo_mini_batch_size=3
+def bypassed(engine: Any) -> str:
+    """Let a router balance its load by itself, past the replay."""
+    balanced = engine.module[0].decoder.layers[2].mlp.router
+    given = balanced.routing
+    balanced.routing = lambda logits, **_: balanced.sinkhorn_load_balancing(logits.flatten(0, 1))
+    try:
+        return refused(passed, engine, batch(routes()), forward_only=True)
+    finally:
+        balanced.routing = given
+
+
+def check_stock() -> dict[str, Any]:
+    """Show that verl goes native and drops tokens without an error; return what good batches give."""
+    engine = built("R3")
+    kept = {
+        "native": passed(engine, batch(flag=False), forward_only=True),
+        "R3": passed(engine, batch(routes()), forward_only=True),
+    }
+    native, *others = (
+        native_run(engine, action)
+        for action in (None, RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
     )
-    found = {}
-    for name, section in (
-        ("plain", None),
-        ("kl", {"estimator": "k3", "placement": "loss", "baseline": "none", "coef": 0.5}),
-    ):
-        block = MismatchConfig.parse({"monitor": {"weight_sync": "off"}, **({"kl": section} if section else {})})
-        ran = passed(built("disabled"), batch(flag=None), function=make_loss(config, block))
-        found[name] = {"loss": sum(ran["out"]["loss"]), "metrics": sorted(ran["out"]["metrics"])}
-        if section is not None:
-            found["added"] = 0.5 * float(ran["out"]["metrics"]["kl_loss"].aggregate())
+    assert all(torch.equal(native, other) for other in others)
+    assert alike(surplus_list(engine), kept["native"])
+    expert0 = torch.arange(EXPERTS) == 0
+    zeros = passed(engine, spoilt(SPOILT["zeros"]), forward_only=True)["maps"]
+    assert all(bool((zeros[layer][1][:-1] == expert0).all()) for layer in LAYERS)
+    assert obeyed(kept["R3"]["maps"], routes()) and not alike(kept["R3"], kept["native"])
+    kept["R3 update"] = passed(built("R3"), batch(routes()))
+    # The first sample's routes stay, to be replayed in the next batch's backward pass.
+    assert left_behind(built("R3")) == [[1, "replay_backward"]] * 2
+    engine = built("R2")
+    recorded = list(passed(engine, batch(), forward_only=True)["routes"].unbind())
+    kept["R2 update"] = passed(engine, batch(recorded))
+    shorten(recorded)
+    # The sample has 7 tokens, of which 2 lost their rows: no expert sees them.
+    short = passed(engine, batch(recorded))["maps"]
+    assert [int(short[layer][1].any(1).sum()) for layer in LAYERS] == [5, 5]
+    return kept
+
+
+def check_good(kept: dict[str, Any]) -> None:
+    """Check that good batches are verl's own, bit for bit, and that a batch that fails leaves no routes behind."""
+    names = ["verl/megatron_closed_topk"]
+    for block, expected in ((MismatchConfig.parse(OFF), []), (R3, names), (R3, names)):
+        megatron.register_megatron_engine(block, RunMode())
+        assert [patch["name"] for patch in active_patches() if "megatron" in patch["name"]] == expected
+    engine = built("R3", R3)
+    for given in (routes(), [ids[:-1] for ids in routes()], [ids[:, 1:].contiguous() for ids in routes()]):
+        assert alike(passed(engine, batch(given), forward_only=True), kept["R3"])
+    assert alike(passed(engine, batch(flag=False), forward_only=True), kept["native"])  # as a reference is scored
+    filled = spoilt(SPOILT["zeros"])
+    filled["response_mask"] = nested([torch.full((count,), int(row != 1)) for row, count in enumerate(RESPONSES)])
+    maps = passed(engine, filled, forward_only=True)["maps"]
+    for row in (0, 2):
+        assert obeyed({layer: [maps[layer][row]] for layer in LAYERS}, [routes()[row]])
+    # A sample without a loss sees in its first layer what it sees without replay.
+    assert torch.equal(maps[1][1], kept["native"]["maps"][1][1])
+    assert left_behind(engine) == [[0, None]] * 2
+    assert alike(passed(engine, batch(routes()), forward_only=True), kept["R3"])
+    assert alike(passed(built("R3", R3), batch(routes())), kept["R3 update"])
+    engine = built("R2", R2)
+    recorded = list(passed(engine, batch(), forward_only=True)["routes"].unbind())
+    assert alike(passed(engine, batch(recorded)), kept["R2 update"])
+
+
+def check_other_tokens() -> None:
+    """Check that altered samples are scored natively, and not trained on."""
+    engine = built("R3", R3)
+    changed = batch(routes())
+    rows = [row.clone() for row in changed["input_ids"].unbind()]
+    rows[1][0] = (rows[1][0] + 1) % VOCABULARY
+    changed["input_ids"] = nested(rows)
+    assert "its token ids are others than those that its routes were recorded of (1 of 3 samples)" in refused(
+        passed, engine, changed
+    )
+    flagged = tu.assign_non_tensor(changed.clone(), enable_routing_replay=False)
+    stock = passed(engine, flagged, forward_only=True)
+    assert alike(passed(engine, changed, forward_only=True), stock)
+    assert megatron.guarded()[0].take_others() == 1
+
+
+def faults() -> dict[str, str]:
+    """Return what is said of batches that would not be replayed."""
+    engine = built("R3", R3)
+    found = {name: refused(passed, engine, spoilt(change), forward_only=True) for name, change in SPOILT.items()}
+    found["none"] = refused(passed, engine, batch(), forward_only=True)
+    found["no_flag"] = refused(passed, engine, batch(routes(), flag=None), forward_only=True)
+    found["flag_off"] = refused(passed, engine, batch(routes(), flag=False))
+    found["not_built_for_it"] = refused(passed, built("disabled", R3), batch(routes()))
+    engine = built("R3", R3)
+    found["left_out"] = refused(surplus_list, engine)
+    for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+        found[action.value] = refused(native_run, engine, action)
+    found["bypassed"] = bypassed(engine)
+    engine = built("R2", R2)
+    recorded = list(passed(engine, batch(), forward_only=True)["routes"].unbind())
+    recorded[1][-1] = 0
+    found["r2_zero_row"] = refused(passed, engine, batch(recorded))
+    found["rows"] = mismatched(engine)
     return found
 
 
-def everything() -> dict[str, Any]:
-    """Run all of it, in the order in which patches come."""
+def everything() -> dict[str, str]:
+    """Run all of it, in the order in which patches come; return the refusals."""
     start()
     with NamedCuda():
-        return {
-            "losses": losses(),
-            "stock": stock(),
-            "checked": checked(),
-            "other": other_tokens(),
-        }
+        kept = check_stock()
+        check_good(kept)
+        check_other_tokens()
+        return faults()

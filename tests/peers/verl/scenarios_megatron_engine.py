@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_LEVEL="ERROR")
@@ -46,8 +45,7 @@ CONSTANT = (
     f"{OPTIM}.lr_decay_style=constant",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
 )
-LINEAR = (f"{OPTIM}.lr=1e-4", f"{OPTIM}.lr_warmup_steps=2")
-COSINE = (*LINEAR, f"{OPTIM}.lr_decay_style=cosine")
+COSINE = (f"{OPTIM}.lr=1e-4", f"{OPTIM}.lr_warmup_steps=2", f"{OPTIM}.lr_decay_style=cosine")
 
 
 def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> DictConfig:
@@ -200,20 +198,10 @@ def stock(model: str) -> dict[str, Any]:
         found[name] = {"class": type(built.actor.engine).__name__, **plain(both(built, batch()))}
         found[name]["dispatch"] = type(built.actor.engine.module[0]).__name__
     found["report"] = built.mismatch_report()
-    found["transformers"] = rows(transformers_logprobs(model))
     return found
 
 
-def transformers_logprobs(model: str) -> Tensor:
-    """Return what transformers makes of the same checkpoint and samples, in the engine's dtype."""
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    pairs = zip(batch()["input_ids"].unbind(), RESPONSES, strict=True)
-    return nested([logprobs_of(reference, ids)[-count:] for ids, count in pairs])
-
-
-def float32(model: str, batches: int = 10) -> dict[str, Any]:
+def float32(model: str, batches: int = 3) -> dict[str, Any]:
     """Compare the engine with transformers in float32: the routes that each takes by itself, then replays of both."""
     from transformers import AutoModelForCausalLM
 
@@ -232,7 +220,6 @@ def float32(model: str, batches: int = 10) -> dict[str, Any]:
             ]
             expected = [logps[-count:].tolist() for logps, count in zip(expected, RESPONSES, strict=True)]
             found[name] = {"logprobs": ran["logprobs"], "expected": expected, "obeyed": obeyed(ran["seen"], given)}
-        found["rates"] = rates_of(worker(model, LED, *CONSTANT, FLOAT32), 2)
     return found
 
 
@@ -296,37 +283,26 @@ def replay(model: str) -> dict[str, Any]:
         found[name] = {**plain(ran), "obeyed": obeyed(ran["seen"], given), "own": obeyed(ran["seen"], routes)}
         found[name]["metrics"] = built.mismatch_metrics()
     found["report"] = built.mismatch_report()
-    found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
-    found["outside"] = {name: outside(built, routes, name) for name in ("range", "negative", "duplicate", "wide")}
+    found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all")}
+    found["outside"] = {name: outside(built, routes, name) for name in ("range", "duplicate")}
     return found
 
 
 def lost(built: Any, routes: Tensor, name: str) -> str:
-    """Lose routes of the second sample, its last ones, or everybody's, before a scored batch or an update."""
+    """Lose routes of the second sample, its last ones, or everybody's, before a scored batch."""
     given = [row.clone() for row in routes.unbind()]
     if name == "tail":
         given[1][-4:] = 0
     else:
         given[1].zero_()
     data = batch() if name == "all" else batch(rollout=nested(given))
-    if name != "update":
-        return refused(built.compute_log_prob, data)
-    data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
-    return refused(update, built, data)
+    return refused(built.compute_log_prob, data)
 
 
 def outside(built: Any, routes: Tensor, name: str) -> str:
     """Give the second sample's third token, in layer 1, what no top-k over the model's experts can choose, in an update."""
     given = [row.clone() for row in routes.unbind()]
-    match name:
-        case "range":
-            given[1][2, 1, 0] = EXPERTS
-        case "negative":
-            given[1][2, 1, 0] = -1
-        case "duplicate":
-            given[1][2, 1, 0] = given[1][2, 1, 1]
-        case "wide":
-            given = [torch.cat([row, torch.full_like(row[..., :1], EXPERTS - 1)], -1) for row in given]
+    given[1][2, 1, 0] = EXPERTS if name == "range" else given[1][2, 1, 1]
     data = batch(rollout=nested(given))
     data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
     before, found = parameters(built), refused(update, built, data)
@@ -342,96 +318,31 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
     )
     group, recompute = "actor_rollout_ref", "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_"
     sizes = (f"{group}.rollout.log_prob_micro_batch_size_per_gpu", f"{group}.actor.ppo_micro_batch_size_per_gpu")
-    dynamic = (f"{group}.rollout.log_prob_max_token_len_per_gpu", f"{group}.actor.ppo_max_token_len_per_gpu")
     found: dict[str, Any] = {}
     for name, overrides in {
         "whole": (),
         "one_by_one": tuple(f"{size}=1" for size in sizes),
-        "dynamic": (
-            f"{group}.rollout.log_prob_use_dynamic_bsz=True",
-            f"{group}.actor.use_dynamic_bsz=True",
-            *(f"{limit}=26" for limit in dynamic),
-        ),
         "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
     }.items():
         built = worker(model, R3, *overrides)
         ran = both(built, batch(rollout=given))
-        passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
-        found[name] = {**plain(ran), "calls": len(ran["seen"][0]), "passes": passes}
+        found[name] = {**plain(ran), "calls": len(ran["seen"][0])}
         if name in ("whole", "recomputed"):
             found[name]["obeyed"] = obeyed(ran["seen"], given, len(ran["seen"][0]))
     return found
 
 
-def reference(model: str) -> dict[str, Any]:
-    """Hold reference and actor in one worker, as in a run with a KL term, and replay the actor alone."""
-    from mismatch_ext.adapters.verl.worker import MismatchWorker
-
-    native = worker(model, OFF)
-    routes = other(as_rollout(scored(worker(model, R2), batch())["routed_experts"]))
-    expected = rows(scored(native, batch())["old_log_probs"])
-    config = configured(model, R3, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4")
-    built = MismatchWorker(config.actor_rollout_ref, "actor")
-    built.role = "actor_ref"  # verl has no role of both that builds no rollout
-    built.init_model()
-    data = batch(rollout=routes)
-    found: dict[str, Any] = {"expected": expected}
-    for name in ("before", "after"):
-        found[name] = rows(reference_logprobs(built, data))
-        ran = both(built, data)
-        found[f"{name}_obeyed"] = obeyed(ran["seen"], routes)
-    return found
-
-
-def reference_logprobs(built: Any, data: TensorDict) -> Tensor:
-    """Return the reference's log-probabilities of the responses."""
-    from verl.workers.utils.padding import response_from_nested
-
-    output = built.compute_ref_log_prob(data.clone())
-    return response_from_nested(output["log_probs"], data["response_mask"]).float()
-
-
-def checkpoint(model: str, out: str) -> dict[str, Any]:
-    """Save after two updates, and go on in a new worker, with and without the schedule, which verl leaves out by default."""
-    schedule = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler"
-    built = worker(model, OFF)
-    data = scored(built, batch())
-    for _ in range(2):
-        update(built, data)
-    built.save_checkpoint(out)
-    found: dict[str, Any] = {"saved": parameters(built), "files": sorted(entry.name for entry in os.scandir(out))}
-    found["straight"] = update(built, data)["lr"]
-    for name in (True, False):
-        built = worker(model, OFF, f"{schedule}={name}")
-        built.load_checkpoint(out)
-        found[f"loaded_{name}"] = parameters(built)
-        found[f"resumed_{name}"] = update(built, data)["lr"]
-    return found
-
-
 def rates(model: str, out: str) -> dict[str, Any]:
-    """Lead the rate of three schedules over six updates, and go on with the last three in a new worker."""
-    found: dict[str, Any] = {"stock": rates_of(worker(model, OFF, *COSINE))}
-    for name, schedule, size, resumed in (
-        ("constant", CONSTANT, 2, None),
-        ("linear", LINEAR, 4, (*LINEAR, f"{OPTIM}.lr_warmup_steps=0")),  # a checkpoint's warm-up counts, not the run's
-        ("cosine", COSINE, 4, COSINE),
-    ):
-        built, folder = worker(model, LED, *schedule), f"{out}/{name}"
-        before = built.mismatch_report()["lr"]
-        found[name] = {"before": before, **rates_of(built, size, save=folder if resumed else None)}
-        found[name] |= {"report": built.mismatch_report(), "metrics": built.mismatch_metrics()}
-        if resumed:
-            built = worker(model, LED, *resumed)
-            built.load_checkpoint(folder)
-            found[name]["resumed"] = rates_of(built, size, first=3)
-            engine = built.actor.engine
-            resumes, found[name]["resumes"] = type(engine)._resumes.fget, []
-            for spelled in ("checkpoint_mananager", "checkpoint_manager"):  # verl's name, and what may become of it
-                manager = SimpleNamespace(should_load_optimizer=True)
-                found[name]["resumes"].append(resumes(SimpleNamespace(_rate=engine._rate, **{spelled: manager})))
+    """Lead the rate of two schedules over six updates, and go on with the last three in a new worker."""
+    found: dict[str, Any] = {"constant": rates_of(worker(model, LED, *CONSTANT), 2)}
+    built = worker(model, LED, *COSINE)
+    found["cosine"] = rates_of(built, save=out)
+    found["metrics"] = built.mismatch_metrics()
+    resumed = worker(model, LED, *COSINE)
+    resumed.load_checkpoint(out)
+    found["resumed"] = rates_of(resumed, first=3)
     other = worker(model, {"lr": {"trigger": "grad_norm"}, **OFF}, *COSINE)
-    found["other_trigger"] = refused(other.load_checkpoint, folder)
+    found["other_trigger"] = refused(other.load_checkpoint, out)
     return found
 
 
@@ -446,11 +357,11 @@ def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = No
         logged.append(update(built, data, size)["lr"])
         if save is not None and number == 2:
             built.save_checkpoint(save)
-    return {"seen": seen, "groups": len(inner.param_groups), "logged": logged, "parameters": parameters(built)}
+    return {"seen": seen, "logged": logged}
 
 
 def surge(model: str) -> dict[str, Any]:
-    """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
+    """Lead the rate by statistics of the driver, which may be missing; refuse optimizers that cannot be led."""
     section = {"warmup_steps": 0, "floor": 0.5, "baseline_window": 1}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
     data, found = scored(built, batch()), {}
@@ -459,42 +370,13 @@ def surge(model: str) -> dict[str, Any]:
     for length in (10.0, 30.0, 30.0, 30.0):
         found["answers"].append(built.mismatch_update_lr(response_length=length))
         found["logged"] += update(built, data)["lr"]
-    found["metrics"] = built.mismatch_metrics()
     found["again"] = refused(update, built, data)
-    found["chained"] = chained(model, section)
     found["refused"] = unsteered(worker(model, OFF).actor.engine.optimizer)
     return found
 
 
-def chained(model: str, section: dict[str, Any]) -> list[list[float]]:
-    """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from mismatch_ext.adapters.verl.megatron import torch_optimizers
-
-    from mismatch_ext.config import MismatchConfig
-    from mismatch_ext.lr import LrControl
-
-    engines = [worker(model, OFF, *CONSTANT).actor.engine for _ in range(2)]
-    whole = ChainedOptimizer([part for engine in engines for part in engine.optimizer.chained_optimizers])
-    inner, block = torch_optimizers(whole), MismatchConfig.parse({"lr": section})
-    assert block is not None
-    schedule = engines[0].lr_scheduler
-    led = LrControl(block.lr, *inner, updates=lambda: int(schedule.num_steps))
-    seen: list[list[float]] = [[] for _ in inner]
-    for one, rates in zip(inner, seen, strict=True):
-        one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
-    for length in (10.0, 30.0, 30.0, 30.0):
-        led.collect({"response_length": length})
-        with led.applied():
-            for one in inner:
-                one.step()
-        schedule.step(1)
-    return seen
-
-
 def unsteered(optimizer: Any) -> dict[str, str]:
     """Return what is said of optimizers whose rate cannot be led."""
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from mismatch_ext.adapters.verl.megatron import torch_optimizers
 
     [part] = optimizer.chained_optimizers
@@ -502,38 +384,11 @@ def unsteered(optimizer: Any) -> dict[str, str]:
     part.config.use_precision_aware_optimizer = True
     found["precision_aware"] = refused(torch_optimizers, optimizer)
     part.config.use_precision_aware_optimizer = False
-    part.optimizer = HybridDeviceOptimizer(
-        [torch.nn.Parameter(torch.ones(2))],
-        offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        pin_cpu_grads=False,
-        pin_cpu_params=False,
-        overlap_cpu_optimizer_d2h_h2d=False,
-        lr=1e-3,
-    )
-    found["offloaded"] = refused(torch_optimizers, optimizer)
     part.optimizer = part
     found["not_torchs"] = refused(torch_optimizers, optimizer)
     part.optimizer = inner
     found["accepted"] = refused(torch_optimizers, optimizer)
-    part.is_stub_optimizer = True
-    found["empty"] = refused(torch_optimizers, optimizer)
     return found
-
-
-def weights(model: str) -> dict[str, Any]:
-    """Export the weights as verl sends them to the rollout engine, and compare them with the checkpoint's."""
-    from safetensors.torch import load_file
-
-    built = worker(model, OFF)
-    sent = dict(built.actor.engine.get_per_tensor_param()[0])
-    saved = load_file(f"{model}/model.safetensors")
-    return {
-        "names": sorted(sent) == sorted(saved),
-        "equal": all(torch.equal(saved[name].bfloat16(), value.bfloat16()) for name, value in sent.items()),
-        "count": len(sent),
-    }
 
 
 def several(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:

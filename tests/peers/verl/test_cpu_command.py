@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -24,9 +23,3 @@ def test_the_commands_of_the_page_measure_two_steps_and_close_the_gap() -> None:
     work = ROOT / "runs/verl_cpu"
     run = read_run(work / "checkpoints/mismatch")
     assert [step.step for step in run.steps] == [1, 2] and run.ending.status == "completed"
-    # verl's loggers get the short list; the metrics file gets everything.
-    logged = [json.loads(line)["data"] for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    for step, whole in zip(logged, run.steps, strict=True):
-        ours = {name for name in step if name.startswith("mismatch/")}
-        assert {"mismatch/k3_kl", "mismatch/f_2", "mismatch/weight_sync_gap", "mismatch/alarms_raised"} <= ours
-        assert len(ours) <= 12 < len([name for name in whole.metrics if name.startswith("mismatch/")])

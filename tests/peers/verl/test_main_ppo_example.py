@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.log_reading import read_run
-from tests.peers.conformance import readiness
 from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.main_ppo import (
     DEVICE,
@@ -54,8 +52,6 @@ def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Verl
 def test_every_section_of_a_dense_model_by_the_example(example: tuple[VerlRun, Path]) -> None:
     run, steps = example[0], example[0].expect(3)
     assert "dtype=float16" in run.log
-    header = read_run(example[1] / "checkpoints/mismatch").header
-    assert "verl/kl_in_rewards" in {patch["name"] for patch in header["patches"]}
     penalties = [step["actor/reward_kl_penalty"] for step in steps]
     assert abs(penalties[0]) < 1e-4 < penalties[2], penalties
     assert all(step["actor/reward_kl_penalty_coeff"] == 0.05 for step in steps)
@@ -63,10 +59,6 @@ def test_every_section_of_a_dense_model_by_the_example(example: tuple[VerlRun, P
     assert all(abs(step["rollout_corr/rollout_is_mean"] - 1.0) < 0.05 for step in steps)
     assert all(step["mismatch/lr_multiplier"] == 1.0 and step["mismatch/skipped_steps"] == 0.0 for step in steps)
     assert all(step["mismatch/loss_scale"] == 64.0 and step["actor/grad_norm"] > 0 for step in steps)
-
-
-def test_weights_that_do_not_fit_float16_are_an_event(example: tuple[VerlRun, Path]) -> None:
-    readiness.expect_told(read_run(example[1] / "checkpoints/mismatch"))
 
 
 def test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has(
@@ -83,6 +75,5 @@ def test_processes_report_what_is_recorded_of_their_kind(example: tuple[VerlRun,
     (worker,) = example[0].reports["workers"]
     assert set(worker) == set(recorded("dense")["workers"][0])
     assert shape(worker["trainer"]["scaler"]) == shape(SCALER)
-    rollout, known = (found["rollouts"][0]["reports"][0] for found in (example[0].reports, recorded("dense")))
-    assert set(rollout) == set(known) and set(rollout["reading"]) == set(known["reading"])
+    (rollout,) = example[0].reports["rollouts"][0]["reports"]
     assert set(rollout["reading"]["parameter_dtypes"]) == {"float16"}

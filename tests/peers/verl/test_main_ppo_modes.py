@@ -1,7 +1,7 @@
 """verl's asynchronous modes in whole runs of the recipe's scripts: every section at once, with rollouts of older weights.
 
-The run ends by an alarm that stops while answers are in flight. Runs that go on from every kind of end are in
-`tests/peers/verl/test_main_ppo_{colocate,separate}_ended.py`.
+Runs that are stopped by an alarm, and go on from every kind of end are in
+`tests/peers/verl/test_main_ppo_ended.py`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def run_example(mode: str, work: Path, overrides: Sequence[str], model: Path, **
 
 @pytest.fixture(scope="module")
 def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Return a run on one device with tools and truncated sampling, which an alarm stops after its third step."""
+    """Return a run on one device with tools and truncated sampling."""
     work = tmp_path_factory.mktemp("colocate")
-    alarm = f"++mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
-    overrides = [*COLOCATE, *TOOLS, *TRUNCATED, *DERIVED_CLASSES, alarm, "trainer.total_training_steps=5"]
+    overrides = [*COLOCATE, *TOOLS, *TRUNCATED, *DERIVED_CLASSES, f"trainer.total_training_steps={STEPS}"]
     return run_example("colocate_async", work, overrides, moe), work
 
 
@@ -57,8 +56,6 @@ def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def check_sections(run: VerlRun, work: Path, host: str) -> None:
     """Check what every section leaves of a run, whatever its mode."""
     steps = run.steps
-    for section in ("precision", "routing", "lr", "kl", "correction", "monitor"):
-        assert f"\n  {section}" in run.log, run.log[-6000:]
     # The first step's rollouts are of the weights that score them, in each of its updates: there is no gap.
     assert 0 <= steps[0]["mismatch/k3_kl"] <= FLOAT32_K3
     assert 0 <= steps[0]["mismatch/native/k3_kl"] <= FLOAT32_K3
@@ -80,12 +77,13 @@ def check_sections(run: VerlRun, work: Path, host: str) -> None:
     # Each server has each update's weights.
     assert all(step["mismatch/weight_sync_gap"] < 1e-4 for step in steps)
     assert [step["mismatch/lr_multiplier"] for step in steps] == [1.0, 1.0, 0.5]
-    assert [step["actor/lr"] for step in steps] == [1e-3, 1e-3, 5e-4]
     # Counts are of a step, and no averages of its updates.
     assert all(step["mismatch/routing/compared_tokens"] % 1 == 0 for step in steps)
     assert all(step["mismatch/skipped_steps"] == 0 and step["actor/grad_norm"] > 0 for step in steps)
+    assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in steps)
+    # Three turns of the policy, of which an update may come between any two, and two of a tool.
+    assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in steps)
     data = read_run(work / "checkpoints/mismatch")
-    assert [step.step for step in data.steps] == [1, 2, 3]
     assert data.header["run"]["host"].endswith(host)
     assert not [event for event in data.events if event.name == "weight_sync"]
 
@@ -95,25 +93,9 @@ def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> N
     run, work = colocate
     run.expect(STEPS)
     check_sections(run, work, "PPOTrainerColocateAsync")
-    assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in run.steps)
-    # Three turns of the policy, of which an update may come between any two, and two of a tool.
-    assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
 
 
 def test_every_section_where_servers_sample_during_updates(separate: Ran) -> None:
     run, work = separate
     run.expect(STEPS)
     check_sections(run, work, "PPOTrainerSeparateAsync")
-    assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in run.steps)
-    assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
-
-
-@pytest.mark.nightly
-def test_an_alarm_stops_while_answers_are_in_flight_and_they_are_saved(colocate: Ran) -> None:
-    run, work = colocate
-    run.expect(STEPS)
-    saved = work / f"checkpoints/global_step_{STEPS}"
-    assert (saved / "mismatch.json").is_file() and (saved / "transfer_queue/metadata.json").is_file()
-    assert list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
-    (end,) = read_run(work / "checkpoints/mismatch").ends
-    assert end.status == "completed"

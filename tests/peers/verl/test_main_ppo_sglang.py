@@ -8,15 +8,16 @@ import pytest
 
 from mismatch_ext.log_reading import read_run
 from tests.peers.conformance.origins import check_header
-from tests.peers.engines.sglang_environment import OLDEST, stub_uses
+from tests.peers.engines.sglang_environment import MAIN, OLDEST, stub_uses
 from tests.peers.verl.cpu.faults import FAULT
-from tests.peers.verl.main_ppo import ANSWERS, PROMPTS, VerlRun, lasting
+from tests.peers.verl.main_ppo import VerlRun, lasting
 from tests.peers.verl.main_ppo_sglang import run_verl_sglang
 from tests.peers.verl.recorded import recorded, shape
-from tests.peers.verl.test_main_ppo import FLOAT32_K3, TOOLS, TURN_TOKENS, TURNS
+from tests.peers.verl.test_main_ppo import FLOAT32_K3, TOOLS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
+R3 = "+mismatch.routing.mode=R3"
 EVERYTHING = (
     "+mismatch.precision.dtype=float32",
     "+mismatch.routing={mode:R3,measured:1.0}",
@@ -43,29 +44,15 @@ def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
     assert all(step["mismatch/routing/compared_tokens"] > 100 for step in steps)
     assert [step["actor/lr"] for step in steps] == [1e-3, 1e-3, 5e-4]
     assert len({step["mismatch/kl_coef"] for step in steps}) > 1
+    # A later turn comes from SGLang's radix cache; the tool's tokens are replayed and not counted.
+    assert all(step["mismatch/routing/compared_tokens"] > step["mismatch/tokens"] for step in steps)
     # The actor learns, and the server's weights follow: the gap would be that of the update.
     assert steps[2]["mismatch/kl_ref_k3"] > 1e-6 > FLOAT32_K3 >= steps[2]["mismatch/k3_kl"]
-    assert "engine=sglang, model_dtype=float32" in run.log and "mode=R3" in run.log
     data = read_run(work / "checkpoints/mismatch")
     assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == OLDEST
     check_header(data.header, "sglang")
     used = stub_uses(work / "kernel-stub.log")
     assert used["fetched"] > 0 and used["called"] == 0
-
-
-def test_tools_between_the_policys_turns_are_replayed_and_not_counted(ran: tuple[VerlRun, Path]) -> None:
-    run, work = ran
-    answers = PROMPTS * ANSWERS
-    for step in run.expect_failure(3):
-        # Prompt, three turns of the policy and two of the tool, whose problems such as 12+345= have seven tokens.
-        assert step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS
-        assert answers * TURNS <= step["mismatch/tokens"] <= answers * TURNS * TURN_TOKENS
-        assert step["response_length/mean"] * answers == step["mismatch/tokens"] + answers * (TURNS - 1) * 7
-        # A later turn comes from SGLang's radix cache, but for the tool's tokens and the last one of the turn before.
-        assert step["mismatch/routing/compared_tokens"] > step["mismatch/tokens"] + answers * (TURNS - 1) * 7
-        assert step["mismatch/logp_abs_diff_max"] < 1e-4 and step["mismatch/logp_abs_diff_mean"] < 1e-5
-    for profile in read_run(work / "checkpoints/mismatch").profiles:
-        assert sum(profile.profiles["position"]["count"]) == run.steps[0]["mismatch/tokens"]
 
 
 def test_an_answer_that_verl_would_drop_ends_the_run(ran: tuple[VerlRun, Path]) -> None:
@@ -78,3 +65,18 @@ def test_an_answer_that_verl_would_drop_ends_the_run(ran: tuple[VerlRun, Path]) 
 
 def test_processes_report_what_is_recorded_of_them(ran: tuple[VerlRun, Path]) -> None:
     assert shape(ran[0].reports) == shape(recorded("sglang"))
+
+
+def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path) -> None:
+    """In verl with SGLang, a mixture of experts with replay trains in float16 with less than an eighth of bfloat16's k3."""
+    half, brain = (
+        run_verl_sglang(tmp_path / name, [f"+mismatch.precision={section}", R3], model=moe, plugin=True, version=MAIN)
+        for name, section in (("half", "{dtype:float16,init_scale:16}"), ("brain", "{dtype:bfloat16}"))
+    )
+    steps = half.expect()
+    assert f"engine=sglang, version={MAIN}, model_dtype=float16" in half.log
+    assert [step["mismatch/skipped_steps"] for step in steps] == [0.0] * 3
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    gaps = [[step["mismatch/k3_kl"] for step in run.expect()] for run in (half, brain)]
+    # Bits say 64; a run that has a tenth of the effect has 7.3. No figure to quote: these are a few thousand tokens.
+    assert 0 < 8 * sum(gaps[0]) < sum(gaps[1]), gaps

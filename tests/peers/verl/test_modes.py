@@ -28,13 +28,6 @@ def test_weights_put_aside_are_those_of_before_the_update_where_they_lie_on_the_
 
 
 @pytest.mark.numeric
-def test_a_period_counts_steps_and_not_the_updates_of_one(run: Run, dense: Path) -> None:
-    found = run(scenarios.rates, model=dense).expect()
-    assert found["1"] == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4])
-    assert found["2"] == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4])
-
-
-@pytest.mark.numeric
 def test_a_step_is_one_where_an_update_of_it_was_skipped(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.skipped, model=dense, folder=str(tmp_path)).expect()
     assert found == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4])
@@ -46,11 +39,6 @@ def test_every_batch_of_a_step_is_counted_once_and_a_step_without_statistics_is_
     # The first step knows its first batch; the next one also what came after that.
     assert found["history"] == [20.0, 15.0]
     assert found["left_out"].startswith("ConfigError") and "gave no statistics before this update" in found["left_out"]
-
-
-def test_statistics_of_a_trigger_that_leads_no_more_wait_for_nothing(run: Run) -> None:
-    found = run(scenarios.waiting).expect()
-    assert found == {"same": [{"mismatch_kl": 0.25}], "other": [], "none": []}
 
 
 def test_counts_of_a_steps_updates_are_summed_where_verl_averages_them(run: Run) -> None:

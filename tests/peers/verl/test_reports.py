@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
+import operator
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,25 +16,23 @@ import pytest
 import ray
 from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.driver import servers, weights
-from mismatch_ext.adapters.verl.driver.processes import Processes
 from mismatch_ext.adapters.verl.driver.reports import (
     LOSS,
-    SURPLUS_MASS,
     Checked,
     Report,
     RolloutAnswer,
     check_reports,
-    check_vocabulary,
 )
 
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
 plugin.unload()
 
+FAULTS = tomllib.loads(Path(__file__).with_name("report_faults.toml").read_text(encoding="utf-8"))["rows"]
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -42,17 +45,17 @@ def run_of(name: str) -> dict[str, Any]:
     found: dict[str, Any] = recorded("sglang" if name == "sglang" else "dense")
     if name == "experts":
         found |= {part: recorded("sglang")[part] for part in ("block", "workers")}
-        everywhere("rollout", "records_routing", True)(found)
+        change_of("rollouts", "records_routing", True)(found)
     elif name == "example":
         found["block"] |= {"precision": {"dtype": "float16"}}
-        for change in (
-            everywhere("trainer", "autocast_dtype", "float16", "trainer"),
-            everywhere("trainer", "scaler", SCALER, "trainer"),
-            everywhere("rollout", "model_dtype", "float16", "reading"),
-            everywhere("rollout", "kv_cache_dtype", "float16", "reading"),
-            everywhere("rollout", "parameter_dtypes", {"float16": 9}, "reading"),
+        for kind, field, value in (
+            ("workers", "trainer.autocast_dtype", "float16"),
+            ("workers", "trainer.scaler", SCALER),
+            ("rollouts", "reading.model_dtype", "float16"),
+            ("rollouts", "reading.kv_cache_dtype", "float16"),
+            ("rollouts", "reading.parameter_dtypes", {"float16": 9}),
         ):
-            change(found)
+            change_of(kind, field, value)(found)
     return found
 
 
@@ -83,43 +86,24 @@ def checked(name: str, change: Change = lambda run: None) -> Checked:
     return check_reports(*parsed(found))
 
 
-def worker(name: str, value: Any, *path: str) -> Change:
-    """Return the change of one field in the report of the last worker; of two, where the run had one."""
-    return lambda run: put(second(run["workers"], rank=1), name, value, *path)
-
-
-def rollout(name: str, value: Any, *path: str) -> Change:
-    """Return the same for the last rollout worker."""
+def change_of(kind: str, field: str, value: Any) -> Change:
+    """Return the change of a field in the reports of all workers or rollout workers, or of the last of two."""
 
     def change(run: dict[str, Any]) -> None:
         answer = run["rollouts"][0]
-        put(second(answer["reports"]), name, value, *path)
+        reports = run["workers"] if kind.startswith("worker") else answer["reports"]
+        if not kind.endswith("s"):
+            reports.append(copy.deepcopy(reports[0]))
+            reports[-1] |= {"rank": 1} if kind == "worker" else {}
+            reports = reports[-1:]
         answer["expected"] = len(answer["reports"])
+        *path, name = field.split(".")
+        for report in reports:
+            place = functools.reduce(operator.getitem, path, report)
+            assert name in place, f"no process reports {name}"
+            place[name] = value
 
     return change
-
-
-def everywhere(kind: str, name: str, value: Any, *path: str) -> Change:
-    """Return the change of one field in the reports of all processes of a kind."""
-
-    def change(run: dict[str, Any]) -> None:
-        for report in run["workers"] if kind == "trainer" else run["rollouts"][0]["reports"]:
-            put(report, name, value, *path)
-
-    return change
-
-
-def second(reports: list[dict[str, Any]], **other: Any) -> dict[str, Any]:
-    """Add a copy of the first report, and return it."""
-    reports.append({**copy.deepcopy(reports[0]), **other})
-    return reports[-1]
-
-
-def put(report: dict[str, Any], name: str, value: Any, *path: str) -> None:
-    for step in path:
-        report = report[step]
-    assert name in report, f"no process reports {name}"
-    report[name] = value
 
 
 @pytest.mark.parametrize("name", ["experts", "example", "sglang"])
@@ -131,25 +115,18 @@ def test_processes_that_report_what_was_asked_for_are_right(name: str) -> None:
     assert found.engine.engine == run["rollouts"][0]["engine"]
 
 
-@pytest.mark.parametrize("name", ["experts", "example"])
-def test_two_of_a_kind_that_agree_are_right(name: str) -> None:
-    assert checked(name, worker("rank", 1)) == checked(name)
-    assert checked(name, rollout("records_routing", name == "experts"))
-
-
 @pytest.mark.parametrize(
     ("section", "key"),
     [
         ({"kl": {"coef": 0.1}}, "kl"),
         ({"correction": {"preset": "decoupled_token_is", "off_policy_threshold": 0.1}}, "correction.off_policy_threshold"),
-        ({"correction": {"preset": "bypass_ppo_clip"}}, "correction.mode='bypass'"),
     ],
 )  # fmt: skip
 def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section: dict[str, Any], key: str) -> None:
     def running(loss: str) -> Change:
         def change(run: dict[str, Any]) -> None:
             run["block"] |= section
-            everywhere("trainer", "loss", loss)(run)
+            change_of("workers", "loss", loss)(run)
 
         return change
 
@@ -159,51 +136,19 @@ def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section
     assert f"mismatch.{key}: it takes a loss of this package, and the worker of rank 0 runs with" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "section", [{"kl": {"coef": 0.1, "reward_path": "rewards"}}, {"correction": {"preset": "decoupled_token_is"}}]
-)
-def test_a_block_that_verls_loss_can_do_needs_no_other(section: dict[str, Any]) -> None:
-    def change(run: dict[str, Any]) -> None:
-        run["block"] |= section
-
-    assert checked("example", change).worker["loss"] == "verl.workers.utils.losses"
-
-
-DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("run", "change", "error", "named"),
-    [
-        ("experts", worker("routing", None), ConfigError, "mismatch.routing.mode: 'R3' was asked for, and the worker of rank 1"),
-        ("experts", worker("routing", "R2"), ConfigError, "runs with 'R2'"),
-        ("example", worker("routing", "R3"), ConfigError, "mismatch.routing.mode: None was asked for"),
-        ("experts", worker("lr", None), ConfigError, "mismatch.lr: True was asked for, and the worker of rank 1"),
-        ("experts", worker("sampling_mask", True), ConfigError, "mismatch.sampling_mask: False was asked for, and the worker of"),
-        ("experts", worker("loss", "verl.workers.utils.losses"), ConfigError, f"not of {LOSS}"),
-        ("experts", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: vllm 0.30.0"),
-        ("sglang", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: sglang 0.5.12"),
-        ("experts", rollout("version", "0.23.0", "reading"), PeerVersionError, "runs vllm 0.23.0, which is outside"),
-        ("sglang", rollout("version", "0.5.10", "reading"), PeerVersionError, "runs sglang 0.5.10, which is outside"),
-        ("experts", rollout("model_dtype", "bfloat16", "reading"), ConfigError, "reading.model_dtype='bfloat16'"),
-        ("example", worker("scaler", DISABLED, "trainer"), ConfigError, "trainer.scaler="),
-        ("example", worker("autocast_dtype", "bfloat16", "trainer"), ConfigError, "trainer.autocast_dtype='bfloat16'"),
-        ("experts", worker("torch", "2.12.0", "versions"), ConfigError, "the worker of rank 0 with {"),
-        ("experts", worker("engine", "FSDPEngineWithLMHead"), ConfigError, "engine='FSDPEngineWithLMHead'"),
-        ("experts", rollout("logprobs_mode", "raw_logprobs", "reading"), ConfigError, "logprobs_mode='raw_logprobs'"),
-        ("experts", rollout("kv_cache_dtype", "fp8_e4m3", "reading"), ConfigError, "kv_cache_dtype='fp8_e4m3'"),
-        ("experts", rollout("quantization", "fp8", "reading"), ConfigError, "quantization='fp8'"),
-        ("experts", lambda run: run["workers"].clear(), ConfigError, "no worker of the actor says"),
-        ("experts", lambda run: run["rollouts"].clear(), EngineError, "no rollout server says"),
-        ("experts", lambda run: run["rollouts"][0]["reports"].clear(), EngineError, "has 1 workers, and 0 of them say"),
-    ],
-)  # fmt: skip
-def test_one_process_that_is_not_as_asked_is_refused_by_name(
-    run: str, change: Change, error: type[MismatchError], named: str
+@pytest.mark.parametrize(("run", "kind", "field", "value", "error", "named"), FAULTS)
+def test_processes_that_are_not_as_asked_are_refused_by_name(
+    run: str, kind: str, field: str, value: str, error: str, named: str
 ) -> None:
-    with pytest.raises(error) as caught:
-        checked(run, change)
-    assert named in str(caught.value)
+    with pytest.raises(MismatchError) as caught:
+        checked(run, change_of(kind, field, json.loads(value)))
+    assert type(caught.value).__name__ == error and named in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["workers", "rollouts"])
+def test_processes_that_say_nothing_are_refused(kind: str) -> None:
+    with pytest.raises(MismatchError, match="no (worker of the actor|rollout server) says"):
+        checked("experts", lambda run: run[kind].clear())
 
 
 def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> None:
@@ -220,50 +165,6 @@ def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (everywhere("trainer", "autocast_dtype", "bfloat16", "trainer"), "trainer autocast: expected float16, found bfloat16"),
-        (everywhere("trainer", "scaler", None, "trainer"), "trainer loss scaler: expected enabled, found none"),
-        (everywhere("trainer", "scaler", DISABLED, "trainer"), "found LossScaler disabled"),
-        (everywhere("trainer", "parameter_dtypes", {"bfloat16": 9}, "trainer"), "trainer parameters: expected float32"),
-        (everywhere("rollout", "model_dtype", "bfloat16", "reading"), "engine dtype: expected float16, found bfloat16"),
-        (everywhere("rollout", "kv_cache_dtype", "fp8_e4m3", "reading"), "engine KV cache"),
-        (everywhere("rollout", "logprobs_mode", "raw_logprobs", "reading"), "engine log-probabilities"),
-        (everywhere("rollout", "quantization", "fp8", "reading"), "engine quantization"),
-    ],
-)  # fmt: skip
-def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named: str) -> None:
-    with pytest.raises(PrecisionError) as caught:
-        checked("example", change)
-    assert named in str(caught.value)
-
-
-def test_without_a_precision_section_the_dtypes_are_the_hosts_own_choice() -> None:
-    def change(run: dict[str, Any]) -> None:
-        del run["block"]["precision"]
-        everywhere("rollout", "model_dtype", "bfloat16", "reading")(run)
-
-    assert checked("example", change).audit is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
-        ("enable_return_routed_experts", False, "enable_return_routed_experts"),
-        ("dtype", "bfloat16", "dtype"),
-        ("speculative_algorithm", "EAGLE", "speculative"),
-    ],
-)
-def test_settings_of_sglang_that_the_trainer_cannot_match_are_refused(name: str, value: Any, named: str) -> None:
-    def change(run: dict[str, Any]) -> None:
-        put(run["rollouts"][0]["reports"][0], name, value, "server")
-
-    with pytest.raises(EngineError) as caught:
-        checked("sglang", change)
-    assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("run", "needed"), [("experts", "worker_extension_cls as this package sets it"), ("sglang", "server class of this package")]
 )  # fmt: skip
 def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run: str, needed: str) -> None:
@@ -275,17 +176,10 @@ def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run:
     assert needed in str(caught.value) and caught.value.__cause__ is cause
 
 
-def replica(engine: str, *, size: int = 1, ranks: int = 1, servers: list[Any]) -> SimpleNamespace:
+def replica(engine: str, servers: list[Any]) -> SimpleNamespace:
     """Return what verl says of a rollout server."""
-    config = SimpleNamespace(name=engine, data_parallel_size=size)
-    return SimpleNamespace(config=config, world_size=ranks, servers=servers)
-
-
-def test_of_data_parallel_engines_the_first_one_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda *_: None))
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: [["of a worker"] * 2 for _ in refs])
-    (answer,) = servers.read_rollouts([replica("vllm", size=2, ranks=4, servers=[server])], MismatchConfig(), 50)
-    assert answer.expected == len(answer.reports) == 2
+    config = SimpleNamespace(name=engine, data_parallel_size=1)
+    return SimpleNamespace(config=config, world_size=1, servers=servers)
 
 
 @pytest.mark.parametrize(("size", "check", "said"), [(2, "warn", True), (1, "warn", False), (2, "off", False)])
@@ -316,15 +210,10 @@ def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.Mon
     monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(ray, "get", get)
     engines = ["vllm", "vllm", "sglang"]
-    replicas = [replica(e, servers=[Server(e)]) for e in engines]
+    replicas = [replica(e, [Server(e)]) for e in engines]
     answers = servers.read_rollouts(replicas, MismatchConfig(), 50)
     assert waits == [(3, 60), (3, 0), (3, 0)]
     assert [(a.engine, type(a.failure)) for a in answers] == [(e, ray.exceptions.GetTimeoutError) for e in engines]
-    # One that is not of this package's class cannot be asked at all.
-    stock = replica("sglang", servers=[Server("stock")])
-    assert [type(a.failure) for a in servers.read_rollouts([stock], MismatchConfig(), 50)] == [AttributeError] and len(
-        waits
-    ) == 3
 
 
 def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
@@ -338,20 +227,12 @@ def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
         check_reports(block, [{**megatron, "patches": []}], answers)
 
 
-def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None:
-    few = {"model_size": 80, "tokenizer_size": 32, "mass_mean": SURPLUS_MASS, "mass_max": 0.9}
-    check_vocabulary(None)
-    check_vocabulary(few)
-    with pytest.raises(ConfigError, match="masks the 48 ids between them .* Resize the model's embeddings"):
-        check_vocabulary({**few, "mass_mean": 1.01 * SURPLUS_MASS})
-
-
 @pytest.mark.filterwarnings("ignore:mismatch. the check")
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        (rollout("logprobs_mode", "raw_logprobs", "reading"), "rollout_workers"),
-        (worker("strategy", "fsdp"), "workers"),
+        (change_of("rollout", "reading.logprobs_mode", "raw_logprobs"), "rollout_workers"),
+        (change_of("worker", "strategy", "fsdp"), "workers"),
     ],
 )
 def test_processes_of_a_run_that_is_only_measured_are_named_if_wrong_and_the_run_goes_on(
@@ -364,15 +245,3 @@ def test_processes_of_a_run_that_is_only_measured_are_named_if_wrong_and_the_run
     checked_run = check_reports(*parsed(found), checks)
     assert check in {failed.check for failed in checks.unwritten}, checks.unwritten
     assert checked_run.engine.engine == "vllm" and checked_run.trainer.device
-
-
-def test_a_run_whose_processes_could_not_be_checked_says_where_it_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    from omegaconf import OmegaConf
-
-    rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "algorithm": {}})
-    started = Processes(config, MismatchConfig(), Checks(False), "PPOTrainerSync")
-    begun: Any = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
-    started.log = begun
-    started.announce(0)
-    assert started.weights(None) is None and "written to runs/one" in capsys.readouterr().out

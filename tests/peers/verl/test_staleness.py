@@ -13,7 +13,7 @@ else:
 
 
 def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None:
-    found = run(scenarios.resumed, replayed=True).expect()
+    found = run(scenarios.resumed).expect()
     assert found["tokens"] == [[1, 2, 3], [4, 5]] and found["ends"] == [4, 5]
     # Version, and the tokens in front; a request that was interrupted before its first token sampled none.
     assert found["noted"] == [[4, 3], [5, 5], [5, 5], [6, 8], [8, 11]] and found["shared"]
@@ -29,13 +29,3 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     assert found["refused"].startswith(
         "ConfigError: mismatch.routing.mode=R3, but the client of verl's rollout servers has class"
     )
-
-
-def test_routes_that_this_package_does_not_replay_stay_as_the_server_sent_them(run: Run) -> None:
-    found = run(scenarios.resumed, replayed=False).expect()
-    assert found["noted"] == [[4, 3], [5, 5], [5, 5], [6, 8], [8, 11]]
-    assert found["routes"][1:] == [[6] * 9, [8] * 11]
-
-
-def test_answers_under_one_id_keep_their_own_versions(run: Run) -> None:
-    assert run(scenarios.one_id).expect() == [[[4, 2]], [[5, 2]], [[6, 2]]]

@@ -6,7 +6,6 @@ import importlib
 import runpy
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
 from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
 from mismatch_ext.adapters.verl.sampling_mask import MaskedLoops
 from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
-from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from mismatch_ext.errors import SeamError
 from mismatch_ext.seams import Claim
@@ -79,13 +77,6 @@ def test_a_verl_without_a_method_that_we_override_is_refused_by_name(
         compat.check(("verl",), ("monitor",), {"verl", "sync"})
 
 
-def test_the_copy_of_weights_is_needed_by_the_mode_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(DetachActorWorker, "copy_handler")
-    compat.check(("verl",), ("monitor",), {"verl", "sync"})
-    with pytest.raises(SeamError, match="verl/separate_async.*copy_handler is not there"):
-        compat.check(("verl",), ("monitor",), {"verl", "separate_async"})
-
-
 def test_the_list_says_what_the_source_uses() -> None:
     script = runpy.run_path(str(ROOT / "docs/verl_list.py"))
     assert script["LIST"].read_text() == script["written"](), "run `python docs/verl_list.py`"
@@ -96,13 +87,6 @@ def test_what_the_list_says_is_imported_is_in_verl() -> None:
         if module.split(".")[0] == "verl" and not module.startswith(ENGINES):
             found = importlib.import_module(module)
             assert [name for name in names if not hasattr(found, name)] == [], module
-
-
-def test_a_name_that_verl_misspells_is_read_under_both_spellings() -> None:
-    for name in ("mananager", "manager"):
-        assert upstream.either(types.SimpleNamespace(**{name: 1}), "mananager", "manager") == 1
-    with pytest.raises(AttributeError, match="mananager, manager"):
-        upstream.either(types.SimpleNamespace(), "mananager", "manager")
 
 
 def test_only_runs_that_ask_for_them_import_masks_and_megatron() -> None:

@@ -6,7 +6,6 @@ Several are separated by commas. Some strike at several steps, `NAME@STEP+STEP`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -29,8 +28,6 @@ ALL_STEPS = {
 }
 STEPS = {name: steps[0] for name, steps in ALL_STEPS.items()}
 """The first step at which each fault strikes."""
-GIVEN_UP = 5.0
-"""Seconds after which the driver gives up a silent server, where it would wait two minutes."""
 
 
 def no_plugin_in_the_worker() -> None:
@@ -47,19 +44,22 @@ def no_plugin_in_the_rollout() -> None:
     Missing("mismatch_ext.adapters.verl", lambda: multiprocessing.parent_process() is not None, MESSAGE)
 
 
-def _spoil_one_answer(step: int, spoil: Callable[[Any], None]) -> None:
+Kwargs = dict[str, Any]
+
+
+def _spoil_answers(chosen: Callable[[Kwargs], bool], spoil: Callable[[Any], None]) -> None:
+    """Spoil the outputs of the agent loops' chosen calls."""
+
     def change(module: Any) -> None:
         for loop in (module.SeededSingleTurn, module.SeededTools):
-            spoil_one_of(loop)
+            change_loop(loop)
 
-    def spoil_one_of(loop: Any) -> None:
+    def change_loop(loop: Any) -> None:
         original = loop.run
-        spoiled = []
 
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        async def run(self: Any, sampling_params: Kwargs, **kwargs: Any) -> Any:
             output = await original(self, sampling_params, **kwargs)
-            if kwargs["global_steps"] >= step and kwargs["session_id"] == 1 and not spoiled:
-                spoiled.append(True)
+            if chosen(kwargs):
                 spoil(output)
             return output
 
@@ -70,75 +70,46 @@ def _spoil_one_answer(step: int, spoil: Callable[[Any], None]) -> None:
 
 def nonfinite_logprob() -> None:
     """Let one answer's second token, or its only one, have a log-probability that is not a number."""
+    spoiled: list[bool] = []
+
+    def chosen(kwargs: Kwargs) -> bool:
+        return not spoiled and kwargs["session_id"] == 1 and kwargs["global_steps"] >= STEPS["nonfinite_logprob"]
 
     def spoil(output: Any) -> None:
+        spoiled.append(True)
         output.response_logprobs[min(1, len(output.response_logprobs) - 1)] = float("nan")
 
-    _spoil_one_answer(STEPS["nonfinite_logprob"], spoil)
-
-
-def lost_routes() -> None:
-    """Let one answer come without its routing."""
-
-    def spoil(output: Any) -> None:
-        output.routed_experts = None
-
-    _spoil_one_answer(STEPS["lost_routes"], spoil)
+    _spoil_answers(chosen, spoil)
 
 
 def all_routes_lost() -> None:
     """Let all answers come without their routing, from the step on."""
 
-    def change(module: Any) -> None:
-        for loop in (module.SeededSingleTurn, module.SeededTools):
-            lose_routes_of(loop)
+    def spoil(output: Any) -> None:
+        output.routed_experts = None
 
-    def lose_routes_of(loop: Any) -> None:
-        original = loop.run
-
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            output = await original(self, sampling_params, **kwargs)
-            if kwargs["global_steps"] >= STEPS["all_routes_lost"]:
-                output.routed_experts = None
-            return output
-
-        loop.run = run
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+    _spoil_answers(lambda kwargs: kwargs["global_steps"] >= STEPS["all_routes_lost"], spoil)
 
 
 def encoded_otherwise() -> None:
     """Let the first token of one answer to each prompt of the step be another: the same ones in every run."""
 
-    def change(module: Any) -> None:
-        original = module.SeededSingleTurn.run
+    def chosen(kwargs: Kwargs) -> bool:
+        return kwargs["session_id"] == 1 and kwargs["global_steps"] == STEPS["encoded_otherwise"]
 
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            output = await original(self, sampling_params, **kwargs)
-            if kwargs["global_steps"] == STEPS["encoded_otherwise"] and kwargs["session_id"] == 1:
-                output.response_ids[0] = 3 + (output.response_ids[0] + 1) % 10
-            return output
+    def spoil(output: Any) -> None:
+        output.response_ids[0] = 3 + (output.response_ids[0] + 1) % 10
 
-        module.SeededSingleTurn.run = run
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+    _spoil_answers(chosen, spoil)
 
 
 def nothing_finite() -> None:
     """Let the first log-probability of each answer of the step be not a number."""
 
-    def change(module: Any) -> None:
-        original = module.SeededSingleTurn.run
+    def spoil(output: Any) -> None:
+        output.response_logprobs[0] = float("nan")
 
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            output = await original(self, sampling_params, **kwargs)
-            if kwargs["global_steps"] == STEPS["nothing_finite"]:
-                output.response_logprobs[0] = float("nan")
-            return output
-
-        module.SeededSingleTurn.run = run
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+    _spoil_answers(lambda kwargs: kwargs["global_steps"] == STEPS["nothing_finite"], spoil)
 
 
 def moved_temperature() -> None:
@@ -147,7 +118,7 @@ def moved_temperature() -> None:
     def change(module: Any) -> None:
         original = module.SeededSingleTurn.run
 
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        async def run(self: Any, sampling_params: Kwargs, **kwargs: Any) -> Any:
             if kwargs["global_steps"] >= STEPS["moved_temperature"]:
                 sampling_params = {**sampling_params, "temperature": 0.7}
             return await original(self, sampling_params, **kwargs)
@@ -159,54 +130,24 @@ def moved_temperature() -> None:
 
 def garbled_weights() -> None:
     """Let a tensor in vLLM's worker be far too large after the update that follows the step; the next update mends it."""
-    _scale_weight(ALL_STEPS["garbled_weights"], -50)
 
-
-def doubtful_weights() -> None:
-    """Let a tensor in vLLM's worker be a tenth too large after updates that follow the steps: less than a step moves."""
-    _scale_weight(ALL_STEPS["doubtful_weights"], 1.1)
-
-
-def _scale_weight(steps: list[int], factor: float) -> None:
     def change(module: Any) -> None:
         extension = module.vLLMColocateWorkerExtension
         original = extension.update_weights_from_ipc
-        calls = []
+        calls: list[bool] = []
 
         @functools.wraps(original)
         def update(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             calls.append(True)
-            if len(calls) - 1 in steps:
+            if len(calls) - 1 == STEPS["garbled_weights"]:
                 weight = dict(self.model_runner.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
-                weight.data.mul_(factor)
+                weight.data.mul_(-50)
             return result
 
         extension.update_weights_from_ipc = update
 
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
-
-
-def silent_server() -> None:
-    """Let the server never answer the probes of the updates that follow the steps, and all other requests as always."""
-
-    def change(module: Any) -> None:
-        original = module.vLLMHttpServer.generate
-
-        @functools.wraps(original)
-        async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            probe = str(kwargs.get("request_id", "")).startswith("mismatch-probe")
-            if probe and self.global_steps in ALL_STEPS["silent_server"]:
-                await asyncio.Event().wait()
-            return await original(self, *args, **kwargs)
-
-        module.vLLMHttpServer.generate = generate
-
-    def give_up(module: Any) -> None:
-        module.ANSWER_TIMEOUT = GIVEN_UP
-
-    AfterImport("verl.workers.rollout.vllm_rollout.vllm_async_server", change)
-    AfterImport("mismatch_ext.adapters.verl.driver.weights", give_up)
 
 
 def nan_on_one_rank() -> None:
@@ -360,14 +301,11 @@ FAULTS = {
         no_plugin_in_the_worker,
         no_plugin_in_the_rollout,
         nonfinite_logprob,
-        lost_routes,
         all_routes_lost,
         encoded_otherwise,
         nothing_finite,
         moved_temperature,
         garbled_weights,
-        doubtful_weights,
-        silent_server,
         nan_on_one_rank,
         full_disk,
         stale_weights,

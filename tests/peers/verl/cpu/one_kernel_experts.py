@@ -6,15 +6,11 @@ What is recorded of a routing is what routers are asked for: left alone, this vL
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
 
 from tests.peers.verl.cpu.after_import import AfterImport
-
-UNTOLD = "VERL_CPU_UNTOLD_ROUTER"
-"""Set to 1 to leave the routing that is returned as this vLLM has it on a CPU, and under a GPU's monolithic kernels: zeros."""
 
 
 def take_back_what_is_known() -> None:
@@ -45,8 +41,6 @@ def tell_the_router() -> None:
     import vllm.model_executor.layers.fused_moe.cpu_fused_moe as kernels
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    if os.environ.get(UNTOLD) == "1":
-        return
     apply, select = MoERunner._apply_quant_method, kernels.select_experts
     routers: list[Any] = []
 

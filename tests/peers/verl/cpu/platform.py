@@ -220,28 +220,6 @@ def keep_sockets_apart() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", change)
 
 
-def tell_engines_apart() -> None:
-    """Give each data-parallel engine a socket of its own for weight updates.
-
-    vLLM's GPU worker adds the engine's place to its local rank, by which verl names the socket; its CPU worker does not.
-    """
-
-    def change(module: Any) -> None:
-        original = module._resolve_vllm_weight_sync_local_rank
-
-        @functools.wraps(original)
-        def resolve(local_rank: int, config: Any) -> int:
-            place = None if config is None else config.data_parallel_rank_local
-            if config is not None and place is None:
-                place = config.data_parallel_index
-            ranks = 0 if config is None else config.tensor_parallel_size * config.pipeline_parallel_size
-            return int(original(local_rank + (place or 0) * ranks, config))
-
-        module._resolve_vllm_weight_sync_local_rank = resolve
-
-    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
-
-
 def score_in_float32() -> None:
     """Take log-probabilities in float32, as flash-attn's kernel does on a GPU.
 
@@ -293,7 +271,6 @@ hide_new_trl()
 never_pin_memory()
 shard_on_the_cpu()
 keep_sockets_apart()
-tell_engines_apart()
 score_in_float32()
 attend_without_flash_in_critics()
 take_back_what_is_known()

@@ -10,11 +10,6 @@ def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_in
     return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
 
 
-def odd_alone(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return the same for all answers to a problem whose result is even: there is nothing to learn from their group."""
-    return 2.0 if int(ground_truth) % 2 == 0 else digit_share(data_source, solution_str, ground_truth)
-
-
 def even_share(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
     """Return the share of characters with an even code, which varies between answers of any text."""
     return sum(ord(character) % 2 == 0 for character in solution_str) / max(len(solution_str), 1)

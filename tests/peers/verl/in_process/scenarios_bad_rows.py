@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -108,54 +109,46 @@ def gradients(loss: Any, rows: dict[str, list[Tensor]]) -> tuple[Tensor, list[Te
     return value.detach(), list(found[0].split(lengths)), list(found[1].split(lengths))
 
 
-def seen(loss: Any, mode: str, poison: tuple[str, ...]) -> dict[str, Any]:
-    """Compare a batch with a bad row, taken out, with the same batch in which the row is good."""
+def check(loss: Any, mode: str, poison: tuple[str, ...], case: str, *, chosen: bool = True) -> None:
+    """Compare a batch with a bad row, taken out, with the same batch in which the row is good; `chosen` compares all rows."""
     _, whole, whole_entropy = gradients(loss, rows_of())
     rows = rows_of()
     for name in poison:
         rows[name][BAD] = rows[name][BAD].clone()
         rows[name][BAD][0] = float("nan")
     value, found, entropy = gradients(loss, taken_out(rows, mode))
-    others = [row for row in range(len(LENGTHS)) if row != BAD]
-    pairs = [*((whole[row], found[row]) for row in others), *((whole_entropy[row], entropy[row]) for row in others)]
-    return {
-        "others": all(torch.equal(*pair) for pair in pairs),
-        "row": float(found[BAD].abs().max()), "entropy": float(entropy[BAD].abs().max()),
-        "before": float(whole[BAD].abs().max()), "finite": bool(value.isfinite()),
-    }  # fmt: skip
+    assert value.isfinite() and whole[BAD].any(), case
+    assert not found[BAD].any() and not entropy[BAD].any(), case
+    for row in set(range(len(LENGTHS))) - {BAD} if chosen else ():
+        assert torch.equal(whole[row], found[row]) and torch.equal(whole_entropy[row], entropy[row]), case
 
 
-def losses() -> dict[str, Any]:
+def losses() -> None:
     """Take a bad row out of each of verl's losses under each aggregation, with NaN on either side and on both."""
-    found = {}
     # A third of the tokens are chosen by covariance, so that it matters among which.
     options = {"dro_beta": 0.1, "kl_cov_ratio": 0.3, "clip_cov_ratio": 0.1, "clip_cov_lb": -50.0, "clip_cov_ub": 50.0}
-    for mode in MODES:
-        for aggregation in AGGREGATIONS:
-            config = actor_config(
-                {"loss_mode": mode, **options}, loss_agg_mode=aggregation, use_kl_loss=False, entropy_coeff=0.0
-            )
-            for poison in ((ROLLOUT,), (OLD,), (OLD, ROLLOUT)):
-                found[f"{mode} {aggregation} {'+'.join(poison)}"] = seen(partial(ppo_loss, config=config), mode, poison)
-    return found
+    for mode, aggregation in itertools.product(MODES, AGGREGATIONS):
+        config = actor_config(
+            {"loss_mode": mode, **options}, loss_agg_mode=aggregation, use_kl_loss=False, entropy_coeff=0.0
+        )
+        for poison in ((ROLLOUT,), (OLD,), (OLD, ROLLOUT)):
+            # clip_cov chooses among tokens by their ratios, which nobody knows where the old log-probability is not finite.
+            chosen = mode != "clip_cov" or OLD not in poison
+            check(partial(ppo_loss, config=config), mode, poison, f"{mode} {aggregation} {poison}", chosen=chosen)
 
 
-def terms() -> dict[str, Any]:
+def terms() -> None:
     """The same with verl's KL and entropy terms, and with our KL term, under each aggregation."""
-    found = {}
     block = MismatchConfig.parse({"kl": {"coef": 0.1, "estimator": "k3"}})
     assert block is not None
-    for aggregation in AGGREGATIONS:
+    for aggregation, poison in itertools.product(AGGREGATIONS, (OLD, REFERENCE)):
         config = actor_config(loss_agg_mode=aggregation, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.1)
-        for poison in (OLD, REFERENCE):
-            found[f"verl's {aggregation} {poison}"] = seen(partial(ppo_loss, config=config), "vanilla", (poison,))
-            found[f"ours {aggregation} {poison}"] = seen(make_loss(config, block), "vanilla", (poison,))
-    return found
+        for loss in (partial(ppo_loss, config=config), make_loss(config, block)):
+            check(loss, "vanilla", (poison,), f"{loss} {aggregation} {poison}")
 
 
-def normalized() -> dict[str, Any]:
-    """Let verl normalize weights of a batch with a bad row; return those of good rows, and what they are without that row."""
-    found = {}
+def normalized() -> None:
+    """Let verl normalize weights of a batch with a bad row; those of good rows become what they are without that row."""
     for level in ("token", "sequence"):
         rows = rows_of()
         rows[ROLLOUT][BAD] = rows[OLD][BAD] - 0.9  # heavier than the others
@@ -167,12 +160,12 @@ def normalized() -> dict[str, Any]:
         bad = BadKeys(keys)
         bad.add(key_of(BAD), "tokens", "")
         bad_keys.renormalize(keys, bad, level)
-        found[level] = {
-            "verl's": [row.tolist() for number, row in enumerate(weights) if number != BAD],
-            "found": [row.tolist() for number, row in enumerate(given.rows[WEIGHTS]) if number != BAD],
-            "without": [row.tolist() for row in without],
-        }
-    return found
+        found = given.rows[WEIGHTS]
+        for row, expected, verls in zip(
+            found[:BAD] + found[BAD + 1 :], without, weights[:BAD] + weights[BAD + 1 :], strict=True
+        ):
+            torch.testing.assert_close(row, expected, rtol=1e-6, atol=0)
+            assert not torch.allclose(row, verls, rtol=1e-2, atol=0)
 
 
 def weights_of_verl(rows: dict[str, list[Tensor]], level: str) -> list[Tensor]:
@@ -185,50 +178,49 @@ def weights_of_verl(rows: dict[str, list[Tensor]], level: str) -> list[Tensor]:
     return [row[: len(old)] for row, old in zip(weights, rows[OLD], strict=True)]
 
 
-def marked() -> dict[str, Any]:
-    """Return what workers are told of a batch's rows, and what a scoring pass says of them to the driver."""
+def marked() -> None:
+    """Check what workers are told of a batch's rows, and what a scoring pass says of them to the driver."""
     given = Queue(rows_of())
     given.rows[FAULT] = [torch.zeros(4 + length, dtype=torch.int64) for length in LENGTHS]
     given.rows[FAULT][2] += number_of("routes")
     keys, bad = judged(given)
+    ((reason, message),) = told(bad)
+    assert reason == "routes" and message.startswith("rollout prompt_2_0 of step 1: its routes are missing, malformed")
     bad_keys.mark(keys, bad)
     data = given.kv_batch_get(given.keys, "train", ["mismatch_bad_row", "loss_mask"])
-    padded = [nested(given.rows[name]).to_padded_tensor(0.0) for name in (OLD, "ref_log_prob", "response_mask")]
-    logprobs, ref_logprobs, mask = padded
+    assert bad_rows(data) == [False, False, True, False]
+    assert bad_rows(data.exclude("mismatch_bad_row")) == [False] * 4
+    logprobs, ref_logprobs, mask = (
+        nested(given.rows[name]).to_padded_tensor(0.0) for name in (OLD, "ref_log_prob", "response_mask")
+    )
     mask[2] = 0
     sums = measure.measure(keys, 1, Scoring(), bad, longest=99, reference=True, kl=KlConfig(coef=1.0)).kl
     assert sums is not None
-    expected = kl_sums(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
-    return {
-        "bad": told(bad),
-        "marked": bad_rows(data),
-        "unmarked": bad_rows(data.exclude("mismatch_bad_row")),
-        "kl": all(torch.equal(sums[name], value) for name, value in expected.items()),
-    }
+    for name, value in kl_sums(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask).items():
+        assert torch.equal(sums[name], value), name
 
 
-def of_versions() -> dict[str, Any]:
+def of_versions() -> None:
     """Check the versions of a batch's weights: one row of others, in both kinds of modes, and all rows."""
     origins = Origins(SamplingSettings())
     origins.present = Provenance(
         engine="vllm", engine_version="1", dtype="float32", kv_cache_dtype=None, weight_version=4, patch_digest="x",
         sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
     )  # fmt: skip
-    found = {}
-    for name, versions, older in (
-        ("one", (4, 3, 4, 4), False),
-        ("unknown", (4, 4, None, 4), False),
-        ("older", (4, 3, 4, 4), True),
-        ("ahead", (4, 5, 3, 4), True),
-        ("all", (3, 3, 3, 3), False),
+    for versions, older, wrong in (
+        ((4, 3, 4, 4), False, [1]),
+        ((4, 4, None, 4), False, [2]),
+        ((4, 5, 3, 4), True, [1]),
+        ((3, 3, 3, 3), False, None),
     ):
         given = Queue(rows_of())
         keys = keys_of(given)
         keys.tags = [{"min_global_steps": version, "max_global_steps": version} for version in versions]
         bad = BadKeys(keys)
         error = refused(batch_checks.check_versions, origins, keys, bad, older=older)
-        found[name] = {"error": error, "bad": told(bad)}
-    return found
+        assert error.startswith("RecordError: " if wrong is None else "nothing was refused"), versions
+        assert sorted(bad.rows.faults) == (wrong or []), versions
+        assert {fault.reason for fault in bad.rows.faults.values()} <= {"weight_version"}
 
 
 class Routes(Queue):
@@ -240,10 +232,9 @@ class Routes(Queue):
         return super().kv_batch_get(keys, partition_id, there)
 
 
-def lost() -> dict[str, Any]:
-    """Check the routes of batches of which one row and all rows have lost them, in a run that acts and one that measures."""
-    found: dict[str, Any] = {}
-    for name, gone, acts in (("one", {BAD}, True), ("measuring", {BAD}, False), ("all", set(range(4)), True)):
+def lost() -> None:
+    """Check the routes of batches of which one row and all rows have lost them."""
+    for gone in ({BAD}, set(range(4))):
         rows: dict[str, list[Any]] = dict(rows_of())
         # Two layers of the model and one of digests, of four experts for each token.
         rows["routed_experts"] = [
@@ -254,8 +245,11 @@ def lost() -> dict[str, Any]:
         batch_checks.tq = given  # type: ignore[assignment]
         keys = keys_of(given)
         bad = BadKeys(keys)
-        error = refused(batch_checks.check_routes, keys, 1, bad, acts=acts)
-        given_now = given.rows["routed_experts"][BAD]
-        empty = None if given_now is None else [list(given_now.shape), str(given_now.dtype), int(given_now.abs().sum())]
-        found[name] = {"error": error, "bad": told(bad), "put": empty}
-    return found
+        error = refused(batch_checks.check_routes, keys, 1, bad, acts=True)
+        if len(gone) > 1:
+            assert error.startswith("RoutingError: all 4 rollouts of step 1 came without routing")
+            continue
+        ((reason, message),) = told(bad)
+        assert reason == "routes" and message.startswith("rollout prompt_1_0 of step 1 came without routing")
+        put = given.rows["routed_experts"][BAD]
+        assert error == "nothing was refused" and put.shape == (7, 3, 4) and not put.any()

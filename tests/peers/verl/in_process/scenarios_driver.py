@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,13 @@ from mismatch_ext.adapters.verl.config import set_correction, set_kl
 from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
-from mismatch_ext.adapters.verl.refusals import refuse
 from omegaconf import OmegaConf
 from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
-from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import KlConfig, MismatchConfig
-from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import KlTerm, kl_sums
 from mismatch_ext.patching import revert
 from mismatch_ext.sums import merged
@@ -95,21 +92,11 @@ def policy_losses() -> dict[str, str]:
             plain(given) * given["rollout_is_weights"] * torch.rand_like(given["log_prob"]), given
         ),
         "draws by numpy": lambda **given: mean(plain(given) * float(np.random.rand()), given),
-        "is not finite": lambda **given: mean(plain(given) / given["advantages"][:, :1].std(1, keepdim=True), given),
         "corrects some": lambda **given: mean(
             plain(given) * torch.where(given["advantages"] > 0, given["rollout_is_weights"], 1.0), given
         ),
-        "reacts hardly": lambda **given: mean(
-            plain(given) + 1e-3 * given["rollout_is_weights"] * given["log_prob"], given
-        ),
-        "takes the row's first": lambda **given: mean(plain(given) * given["rollout_is_weights"][:, :1], given),
-        "clips": lambda **given: mean(plain(given) * given["rollout_is_weights"].clamp(max=1.0), given),
-        "drops all": lambda **given: mean(plain(given) * 0.0, given),
-        "logs": lambda **given: (mean(plain(given), given)[0], {"weights": float(given["rollout_is_weights"].mean())}),
-        "takes the mean": lambda **given: mean(plain(given) * given["rollout_is_weights"].mean(), given),
         "fails": lambda **given: 1 / 0,
         "multiplies": lambda **given: mean(plain(given) * given["rollout_is_weights"], given),
-        "adds a term": lambda **given: mean(plain(given) * given["rollout_is_weights"] + given["log_prob"], given),
     }
     corrected = {"weights": "tis", "rejects": "decoupled_k3_rs", "bypass": "bypass_pg_is"}
     blocks = {name: block_of(correction={"preset": preset}) for name, preset in corrected.items()}
@@ -171,21 +158,6 @@ def adapted(data: Any, term: KlTerm) -> dict[str, float]:
     return term.add(merged(*parts))
 
 
-def sessions() -> Any:
-    """Return the baselines of four responses to a prompt, without keys and with keys by which the last two are one session's."""
-    d = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 7.0], [9.0, 9.0]])
-    tensors = {
-        "old_log_probs": d - 10,
-        "ref_log_prob": torch.full((4, 2), -10.0),
-        "response_mask": torch.ones(4, 2).long(),
-    }
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a"] * 4, dtype=object)})
-    return [
-        baseline_of(data, KlConfig(coef=1.0), [f"a_{row}" for row in rows]).tolist()
-        for rows in (("0_0", "1_0", "2_0", "3_0"), ("0_0", "1_0", "2_0", "2_1"))
-    ]
-
-
 @contextmanager
 def driving(kl: KlConfig) -> Iterator[Any]:
     """Put a section's penalty where verl's driver calls its own by name; yield the driver's KL and that place.
@@ -203,119 +175,83 @@ def driving(kl: KlConfig) -> Iterator[Any]:
         revert(*driver.patches)
 
 
-def rewards() -> dict[str, Any]:
-    """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
+def rewards() -> None:
+    """Hold the KL in verl's rewards against its formula."""
     data = proto()
     section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
     with driving(section) as (driver, verls):
-        said = ""
-        try:
-            driver.check_penalized()
-        except MismatchError as error:
-            said = str(error)
+        assert "verl computed advantages without its apply_kl_penalty" in refused(driver.check_penalized)
         data, metrics = verls.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
         driver.check_penalized()
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
-    section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl  # type: ignore[assignment]
-    control = KlTerm(section, 0.1)
-    coefs = [adapted(data, control)["kl_coef"] for _ in range(3)]
-    resumed = KlTerm(section, 0.1)
-    resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
-    return {
-        "error": float((data.batch["token_level_rewards"] - expected).abs().max()), "spread": float(d.sum(1).std()),
-        "metrics": metrics, "not_penalized": said, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
-        "next": [adapted(data, control)["kl_coef"], adapted(data, resumed)["kl_coef"]],
-        "k1": [adapted(data, control)["kl_ref_k1"], float(d.sum() / mask.sum())],
-    }  # fmt: skip
+    assert d.sum(1).std() > 0.1
+    torch.testing.assert_close(data.batch["token_level_rewards"], expected, rtol=0, atol=1e-6)
+    mean = float((d.sum(1) / mask.sum(1)).mean())
+    assert math.isclose(metrics["actor/reward_kl_penalty"], mean, abs_tol=1e-6)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
 
 
-def warmed_up() -> list[float]:
-    """Return the coefficient of six steps, of which the first two update the critic alone: the policy is its reference."""
+def coefficient() -> None:
+    """Hold a coefficient that follows a target against plain formulas, also after a resume and while the critic warms up."""
+    data = proto()
     section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl
     assert section is not None
+    control, resumed = KlTerm(section, 0.1), KlTerm(section, 0.1)
+    # The first batch has the coefficient to start with: its own KL counts from the second. The error is at its clip, -0.2:
+    # log coef = log 0.1 + 0.05 (-0.2) + 0.1 (-0.2), and again 0.05 (-0.2) less.
+    for exponent in (0.0, -0.03, -0.04):
+        assert math.isclose(adapted(data, control)["kl_coef"], 0.1 * math.exp(exponent))
+    resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    for one in (control, resumed):
+        assert math.isclose(adapted(data, one)["kl_coef"], 0.1 * math.exp(-0.05))
     with driving(section) as (driver, _):
         driver._config.trainer.critic_warmup = 3
         sums = kl_sums(logprobs=torch.zeros(8), ref_logprobs=torch.zeros(8), mask=torch.ones(8))
-        found = [driver.prepare(sums, step)["mismatch/kl_coef"] for step in range(1, 7)]
-    return found
+        first, *others = [driver.prepare(sums, step)["mismatch/kl_coef"] for step in range(1, 7)]
+    # It stands still while the critic alone is updated.
+    assert others[:2] == [first] * 2 and first > others[2] > others[3] > others[4]
 
 
-def edges() -> dict[str, Any]:
-    """Pickle a loss, and compute micro-batches that verl fills up or that lack a field."""
-    result: dict[str, Any] = {}
-    config = actor_config(
-        loss={"loss_mode": "bypass_mode", "rollout_correction": RolloutCorrectionConfig.bypass_pg_is()}
-    )
-    data = batch_of([torch.tensor([END])] * 2, {"response_mask": [torch.zeros(1).long()] * 2})
-    logps = torch.full((2, 1), -1.0)
-    full = batch_of([torch.tensor([END])] * 2, {"advantages": [torch.ones(1)] * 2})
-    try:
-        loss_on(partial(ppo_loss, config=config), logps, data)
-        result["stock"] = "computed"
-    except ValueError as error:
-        result["stock"] = str(error)
-    for name, correction in {
-        "native": {"preset": "bypass_pg_is"},
-    }.items():
-        loss = pickle.loads(pickle.dumps(make_loss(config, block_of(correction=correction))))
-        given = logps.clone().requires_grad_()
-        value, metrics = loss_on(loss, given, data)
-        value.backward()
-        result[name] = {
-            "loss": float(value.detach()), "gradient": float(given.grad.abs().max()),
-            "same_metrics": sorted(metrics) == sorted(loss_on(loss, logps, full)[1]),
-        }  # fmt: skip
-    loss = make_loss(actor_config(), block_of(kl={"coef": 0.1}))
-    for name, fields in {"reference": {}, "baseline": {"ref_log_prob": [torch.zeros(1)] * 2}}.items():
-        try:
-            loss_on(loss, logps, batch_of([torch.tensor([END])] * 2, fields))
-            result[name] = ""
-        except MismatchError as error:
-            result[name] = f"{type(error).__name__}: {error}"
-    following = make_loss(actor_config(), block_of(kl={"coef": 0.1, "target_kl": 1e-3, "baseline": "none"}))
-    try:
-        loss_on(following, logps, batch_of([torch.tensor([END])] * 2, {"ref_log_prob": [torch.zeros(1)] * 2}))
-    except MismatchError as error:
-        result["coefficient"] = f"{type(error).__name__}: {error}"
-    plain = actor_config()
-    untouched = make_loss(plain, block_of(precision={"dtype": "float16"}))
-    result["untouched"] = untouched.func is ppo_loss and untouched.keywords == {"config": plain}  # type: ignore[attr-defined]
-    return result
+def padding(policy_loss: str = "bypass_mode") -> None:
+    """Compute a micro-batch that verl fills up, after the loss was pickled, and one that lacks the reference."""
+    native = {"loss_mode": policy_loss, "rollout_correction": RolloutCorrectionConfig.bypass_pg_is()}
+    config, logps = actor_config(loss=native), torch.full((2, 1), -1.0, requires_grad=True)
+    empty = batch_of([torch.tensor([END])] * 2, {"response_mask": [torch.zeros(1).long()] * 2})
+    loss = pickle.loads(pickle.dumps(make_loss(config, block_of(correction={"preset": "bypass_pg_is"}))))
+    value, _ = loss_on(loss, logps, empty)
+    (gradient,) = torch.autograd.grad(value, logps)
+    assert float(value) == 0.0 and not gradient.any()
+    said = refused(loss_on, make_loss(actor_config(), block_of(kl={"coef": 0.1})), logps, empty)
+    assert said.startswith("RecordError") and "'ref_log_prob'" in said
 
 
-def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
-    """Return what a section sets in verl's configuration, or the error."""
+def set_up(overrides: list[str], section: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check what a section sets in verl's configuration."""
     config = host_config(*overrides)
     before = OmegaConf.to_container(config, resolve=False)
-    block = block_of(**{section: given} if given else {})
-    part = getattr(block, section)
-    try:
-        refuse(config, block)
-        done = set_correction(config, part) if section == "correction" else set_kl(config, part)
-    except MismatchError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    part = getattr(block_of(**{section: given} if given else {}), section)
+    if section == "correction":
+        set_correction(config, part)
+    else:
+        set_kl(config, part)
     driven(config)
-    return {"done": done, "changed": differences(before, OmegaConf.to_container(config, resolve=False))}
-
-
-def driver(cases: list[Any]) -> dict[str, Any]:
-    """Run everything but the exact values."""
-    return {
-        "sessions": sessions(),
-        "rewards": rewards(),
-        "warmed_up": warmed_up(),
-        "edges": edges(),
-        "settings": [set_up(*case) for case in cases],
-    }
+    found = differences(before, OmegaConf.to_container(config, resolve=False))
+    assert found == expected, (section, given)
 
 
 def differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
-    """Return what differs in two configurations, by dotted name."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return {} if before == after else {path: after}
-    found = {}
-    for key in after:
-        found |= differences(before.get(key), after[key], f"{path}.{key}" if path else str(key))
-    return found
+    """Return what differs in two configurations, by dotted name, without keys of new parts that have no value."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        parts = [differences(before.get(key), after[key], f"{path}.{key}".lstrip(".")) for key in after]
+        return {name: value for part in parts for name, value in part.items()}
+    if isinstance(after, dict):
+        after = {key: value for key, value in after.items() if value is not None}
+    return {} if before == after else {path: after}
+
+
+def settings(cases: list[Any]) -> None:
+    """Check what each of several sections sets."""
+    for case in cases:
+        set_up(**case)

@@ -14,6 +14,7 @@ from tests.peers.death import Death, plain
 from tests.peers.verl.in_process.workers import batch, parameters, scored, update, worker
 
 BLOCK = {
+    "precision": {"dtype": "float16", "init_scale": 1024.0, "growth_interval": 3},
     "routing": {"mode": "R2", "measured": 0.5},
     "lr": {
         "trigger": "grad_norm",
@@ -35,7 +36,7 @@ def leg(model: str, out: str, steps: int, kill: dict[str, Any] | None = None) ->
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    built = worker(model, BLOCK, micro_batch=2)
+    built = worker(model, BLOCK, micro_batch=2, dtype="float16")
     chosen = find_latest_ckpt_path(out)
     first = 0
     if chosen is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from copy import deepcopy
 from pathlib import Path
@@ -112,29 +113,36 @@ def figures(sums: Any) -> dict[str, Any]:
     return {"scalars": gap_metrics(sums), "profiles": gap_profiles(sums)}
 
 
-def chunks() -> dict[str, Any]:
+def chunks() -> None:
     """Compare what is measured chunk by chunk, of either field of scores, with what is measured of the whole, padded."""
     rows = queue().rows
     mask = nested(rows["response_mask"]).to_padded_tensor(0).bool()
     rollout, old = (nested(rows[name]).to_padded_tensor(0.0) for name in ("rollout_log_probs", OLD))
-    found: dict[str, Any] = {"whole": figures(gap_sums(old=old, rollout=rollout, mask=mask)), "chunks": []}
+    whole = figures(gap_sums(old=old, rollout=rollout, mask=mask))
+    tokens = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
+    assert whole["scalars"]["tokens"] == sum(tokens) and whole["scalars"]["k3_kl"] > 1e-6
     for field, chunk in ((OLD, 7), (OLD, 3), (SCORED, 2), (OLD, 1)):
         given = queue()
         stated = measured(given, Scoring(field=field), chunk, sample=1000)
-        assert stated.gap is not None and stated.drift is None
-        found["chunks"].append(
-            {
-                **figures(stated.gap), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
-                "drawn": len(gap_sample(stated.gap)["old_logprobs"]), "together": [given.most, chunk],
-            }
-        )  # fmt: skip
+        assert stated.drift is None and same(figures(stated.gap), whole)
+        assert stated.lengths.tolist() == tokens
+        # Tokens of a tool fill a response up, too: the second has 17 places, of which 13 are the policy's.
+        assert stated.truncated.tolist() == [False, True, False, False, True, False]
+        assert len(gap_sample(stated.gap)["old_logprobs"]) == sum(tokens) and given.most == chunk
     unscored = measured(queue(), None)
-    found["unscored"] = [unscored.gap, unscored.lengths.tolist()]
-    found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
-    return found
+    assert unscored.gap is None and unscored.lengths.tolist() == tokens
 
 
-def of_a_sample() -> dict[str, Any]:
+def same(found: Any, expected: Any) -> bool:
+    """Tell whether nested numbers are the same but for the order of sums in float64."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[name], value) for name, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(same(*pair) for pair in zip(found, expected, strict=True))
+    return found == expected or math.isclose(found, expected, rel_tol=1e-12, abs_tol=1e-15)
+
+
+def of_a_sample() -> None:
     """Measure a batch that is larger than means are taken of, as it is and with a broken row outside of the sample."""
     given = queue()
     keys = batch(given)
@@ -157,14 +165,15 @@ def of_a_sample() -> dict[str, Any]:
     finally:
         measure.MEANS_OF = before
     assert stated is not None
-    return {
-        "found": gap_metrics(stated), "expected": gap_metrics(expected), "drawn": int(means.sum()),
-        "bad": told(bad), "left": given.keys[left],
-    }  # fmt: skip
+    metrics = gap_metrics(stated)
+    assert same(metrics, gap_metrics(expected)) and "k3_kl_error" in metrics
+    assert int(means.sum()) < 6 and metrics["mean_tokens"] < metrics["tokens"]
+    ((reason, message),) = told(bad)
+    assert reason == "old_logprobs" and message.startswith(f"rollout {given.keys[left]} of step 4, token 0")
 
 
-def evidence() -> dict[str, Any]:
-    """Return the lines that are kept of a batch, of a corrected one with routes, and of one that nobody has scored."""
+def evidence() -> None:
+    """Check the lines that are kept of a batch, of a corrected one with routes, and of one that nobody has scored."""
     routes, layers = torch.tensor([[[0, 1], [2, 3]]], dtype=torch.uint8), [1, 3]
     scored, corrected, unscored = queue(), queue(), queue()
     scored.rows[OLD][5] = scored.rows[OLD][5] + 3.0
@@ -184,51 +193,53 @@ def evidence() -> dict[str, Any]:
         for row, tag in enumerate(keys.tags):
             tag["min_global_steps"] = 2 if row == 1 else 3
         held = StoredBatch(keys, 3, provenance=None, experts=experts, settings=lambda: {"host": "verl"})
-        found[name] = lines_of(held, "RecordError: rollout prompt_3_0 of step 4 has no old_log_probs")
-    return found
+        found[name] = lines = lines_of(held, "RecordError: rollout prompt_3_0 of step 4 has no old_log_probs")
+        # Without the row that verl has filled the batch up with; the row that the message names comes first.
+        assert sorted(line["kept"]["row"] for line in lines) == list(range(6)) and lines[0]["kept"]["row"] == 3
+    first, second = found["scored"][:2]
+    assert second["kept"]["row"] == 4 and len(second["trainer_logprobs"]) == 30  # the row with the largest gap
+    assert first["prompt_ids"] == [1, 2, 3, 4, 5, 6] and first["response_ids"] == [20, 21, 22]
+    assert not any("trainer_logprobs" in line for line in found["unscored"])
+    # What verl's correction rejects still counts as sampled.
+    masks = ({line["kept"]["row"]: line["response_mask"] for line in found[name]} for name in ("scored", "corrected"))
+    first, second = masks
+    assert first == second and any(first[0])
+    for line in found["corrected"]:
+        assert line["routes"]["shape"][0] == len(line["prompt_ids"]) + len(line["response_ids"]) - 1
 
 
-def unfit() -> dict[str, Any]:
-    """Say what becomes of values that are no log-probabilities, by the side and the row that they are of."""
-    found = {}
-    for name, (field, row, token, value) in {
-        "sampled": ("rollout_log_probs", 5, 9, float("nan")),
-        "infinite": ("rollout_log_probs", 2, 0, float("-inf")),
-        "a tool's": ("rollout_log_probs", 1, 6, float("nan")),
-        "filled up": ("rollout_log_probs", FILLED_UP, 0, float("nan")),
-        "trainer's": (OLD, 6, 11, float("inf")),
-    }.items():
-        given = queue()
+def unfit() -> None:
+    """Check what becomes of values that are no log-probabilities, by the side and the row that they are of."""
+    for field, row, token, value, reason in (
+        ("rollout_log_probs", 5, 9, float("nan"), "rollout_logprobs"),
+        (OLD, 6, 11, float("inf"), "old_logprobs"),
+        ("rollout_log_probs", 1, 6, float("nan"), None),  # a tool's
+        ("rollout_log_probs", FILLED_UP, 0, float("nan"), None),
+    ):
+        given, without = queue(), queue()
         given.rows[field][row] = given.rows[field][row].clone()
         given.rows[field][row][token] = value
         bad = BadKeys(batch(given))
         stated = measured(given, Scoring(), bad=bad)
-        without = queue()
+        if reason is None:
+            assert told(bad) == [] and len(stated.lengths) == 6
+            continue
+        ((found, message),) = told(bad)
+        assert found == reason and message.startswith(f"rollout prompt_{row}_0 of step 4, token {token}: the ")
+        assert len(stated.lengths) == 5
         without.rows["response_mask"][row] = torch.zeros_like(without.rows["response_mask"][row])
-        expected = measured(without, Scoring())
-        assert stated.gap is not None and expected.gap is not None
-        found[name] = told(bad)
-        found[f"{name} left out"] = gap_metrics(stated.gap) == gap_metrics(expected.gap)
-        found[f"{name} lengths"] = len(stated.lengths)
+        assert gap_metrics(stated.gap) == gap_metrics(measured(without, Scoring()).gap)  # type: ignore[arg-type]
     given = queue()
     given.rows["rollout_log_probs"][5] = given.rows["rollout_log_probs"][5][:9]
-    found["short"] = refused(measured, given, Scoring())
-    for name in ("rollout_log_probs", OLD):
+    assert "rollout prompt_5_0 of step 4 has 9 rollout_log_probs and 30 places" in refused(measured, given, Scoring())
+    for name, advice in (("rollout_log_probs", "calculate_log_probs=True"), (OLD, "worker of your actor")):
         given = queue()
         del given.rows[name]
-        found[f"absent {name}"] = refused(measured, given, Scoring())
-    given = queue()
-    given.rows.pop("ref_log_prob", None)
-    measure.tq = given  # type: ignore[assignment]
-    keys = batch(given)
-    found["absent ref_log_prob"] = refused(
-        measure.measure, keys, STEP, Scoring(), BadKeys(keys), longest=17, reference=True
-    )
-    return found
+        assert advice in refused(measured, given, Scoring())
 
 
-def as_sampled() -> dict[str, Any]:
-    """Hold a batch against what was noted of its requests, as they were and after changes; return what is refused."""
+def as_sampled() -> None:
+    """Hold a batch against what was noted of its requests, as they were and after changes."""
     lengths, prompts = [4, 3, 2], [2, 1, 3]
     tokens = [list(range(row, row + prompt + n)) for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))]
     noted: list[dict[str, Any]] = [
@@ -238,7 +249,6 @@ def as_sampled() -> dict[str, Any]:
         }
         for ids, prompt in zip(tokens, prompts, strict=True)
     ]
-    found: dict[str, Any] = {}
     expected = SamplingSettings(temperature=1.0, top_k=0)
     for case in ("as it was", "another token", "masked", "nobody knows", "moved"):
         extra = deepcopy(noted)
@@ -259,12 +269,21 @@ def as_sampled() -> dict[str, Any]:
         bad = BadKeys(keys)
         metrics: dict[str, float] = {}
         batch_checks.check_tokens(keys, STEP, bad, metrics)
-        found[case] = [refused(batch_checks.check_settings, keys, STEP, expected), told(bad)]
-        found[f"{case}, metrics"] = {name.rpartition("/")[2]: value for name, value in metrics.items()}
-    return found
+        said = refused(batch_checks.check_settings, keys, STEP, expected)
+        if case == "moved":
+            assert said.startswith("RecordError: rollout prompt_2_0 of step 4 was sampled with temperature=0.7, and")
+        else:
+            assert said == "nothing was refused", case
+        if case == "another token":
+            ((reason, message),) = told(bad)
+            assert reason == "tokens" and message.startswith("rollout prompt_1_0 of step 4, token 0: the tokens to be")
+            # Three of nine tokens are not those that the request sampled; a row that nobody noted is not counted.
+            assert sorted(metrics.values()) == [1 / 3, 3 / 9]
+        else:
+            assert told(bad) == [] and not any(metrics.values()), case
 
 
-def by_version() -> dict[str, Any]:
+def by_version() -> None:
     """Measure rows of several versions."""
     lengths, prompts = [4, 3, 2], [2, 1, 3]
     extra = [
@@ -281,116 +300,105 @@ def by_version() -> dict[str, Any]:
         }
     )
     keys = SimpleNamespace(keys=given.keys, tags=[{"prompt_len": n} for n in prompts], partition_id="train")
-    first_turn = {"weight_versions": [(6, 2)], "min_global_steps": 6, "max_global_steps": 7}
     # The stamps are of the last turn alone: as a loop hands them on that takes the last answer's `extra_fields`.
     stamped = {"min_global_steps": 7, "max_global_steps": 7}
     turns = {"weight_versions": [(6, 2), (7, 8)], **stamped}
-    found: dict[str, Any] = {
-        "segments": [segments_of(e, p, n) for e, p, n in zip(extra, prompts, lengths, strict=True)],
-        "first_turn": segments_of(first_turn, 2, 4),
-        "last_stamps": segments_of(turns, 2, 10),
-        "last_segments": segments_of({"weight_versions": [(7, 8)], **stamped}, 2, 10),
-        # Each turn an output of its own, of 2 and 3 tokens.
-        "outputs": [
-            segments_of({**turns, "min_global_steps": 6, "max_global_steps": 6}, 2, 2), segments_of(turns, 8, 3)
-        ],
-        "of_routes": versions(TensorDict({"extra_fields": NonTensorStack(turns, stamped, {})}, batch_size=3)),
-    }  # fmt: skip
+    found = [segments_of(e, p, n) for e, p, n in zip(extra, prompts, lengths, strict=True)]
+    # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.
+    assert found == [[(6, 0), (7, 2)], [(7, 0)], [(None, 0)]]
+    # A stamp that contradicts what the client noted proves nothing of the tokens of older turns.
+    assert segments_of(turns, 2, 10) == [(None, 0)]
+    of_routes = versions(TensorDict({"extra_fields": NonTensorStack(turns, stamped, {})}, batch_size=3))
+    assert of_routes == [(6, 7), (7, 7), None]
     measure.tq, measure.CHUNK = given, 2
-    for name, version in (("batch", 7), ("replayed", 7)):
-        scoring = Scoring(version=version, replayed=name == "replayed")
-        sums = measure.measure(keys, STEP, scoring, BadKeys(keys), longest=9).drift
+
+    def drift(**scoring: Any) -> dict[str, float]:
+        sums = measure.measure(keys, STEP, Scoring(version=7, **scoring), BadKeys(keys), longest=9).drift
         assert sums is not None
-        found[name] = drift_metrics(sums)
+        return drift_metrics(sums)
+
+    of_batch = drift()
+    assert of_batch["numerics/tokens"] == 5 and of_batch["staleness_max"] == 1
+    assert math.isclose(of_batch["numerics/logp_abs_diff_mean"], (2 * 1.0 + 3 * 0.5) / 5)
+    assert math.isclose(of_batch["unknown_version_frac"], 2 / 9)
+    # The first response's end is of this version, and what is before it was routed by older weights.
+    replayed = drift(replayed=True)
+    assert replayed["numerics/tokens"] == 3 and math.isclose(replayed["numerics/logp_abs_diff_mean"], 0.5)
+    assert math.isclose(replayed["mixed_routes_frac"], 2 / 9)
+    ahead = refused(measure.measure, keys, STEP, Scoring(version=6), BadKeys(keys), longest=9)
+    assert ahead.startswith("RecordError: a token was sampled by weights of version 7, and the batch is scored")
+    # An agent loop that hands on no extra_fields says nothing of versions.
     del given.rows["extra_fields"]
-    sums = measure.measure(keys, STEP, Scoring(version=7), BadKeys(keys), longest=9).drift
-    assert sums is not None
-    found["nobody knows"] = drift_metrics(sums)
-    given.rows["extra_fields"] = extra
-    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), BadKeys(keys), longest=9)
-    return found
+    assert drift()["unknown_version_frac"] == 1
 
 
-def kl() -> dict[str, Any]:
+def kl() -> None:
     """Sum up the KL and put the baseline of a batch, prompt by prompt and all prompts together, with and without a gap."""
-    found: dict[str, Any] = {}
-    section = KlConfig(coef=1.0)
-    names = (OLD, "ref_log_prob", "response_mask")
-    for name, chunk, scoring in (("whole", 7, Scoring()), ("one by one", 1, Scoring()), ("bypass", 7, None)):
+    baselines = []
+    for chunk, scoring in ((7, Scoring()), (1, Scoring()), (7, None)):
         given = queue()
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
         keys = batch(given)
+        section = KlConfig(coef=1.0)
         stated = measure.measure(keys, STEP, scoring, BadKeys(keys), longest=17, reference=True, kl=section)
+        names = (OLD, "ref_log_prob", "response_mask")
         old, ref, mask = (nested(given.rows[field]).to_padded_tensor(0) for field in names)
-        expected = kl_sums(logprobs=old, ref_logprobs=ref, mask=mask)
         assert stated.kl is not None and (stated.gap is None) == (scoring is None)
-        found[name] = {
-            "error": max(float((stated.kl[key] - value).abs().max()) for key, value in expected.items()),
-            "baseline": [row.tolist() for row in given.rows[measure.BASELINE]],
-            "lengths": stated.lengths.tolist(),
-            "fetched": len(given.fetched),
-        }
-    return found
+        for key, value in kl_sums(logprobs=old, ref_logprobs=ref, mask=mask).items():
+            torch.testing.assert_close(stated.kl[key], value, rtol=0, atol=1e-9)
+        baselines.append(nested(given.rows[measure.BASELINE]).to_padded_tensor(0.0))
+    assert baselines[0].any()
+    for baseline in baselines[1:]:
+        torch.testing.assert_close(baseline, baselines[0], rtol=1e-6, atol=1e-9)
 
 
-def discarded() -> list[Any]:
-    """Return what is left of a batch after a correction, with and without weights, chunk by chunk."""
-    found = []
+def discarded() -> None:
+    """Check what is left of a batch after a correction, with and without weights, chunk by chunk."""
     for weighted in (False, True):
         given = queue()
         measure.tq, measure.CHUNK = given, 3
         keys = batch(given)
-        sampled = measure.measure(keys, STEP, Scoring(), BadKeys(keys), longest=17).tokens
+        expected = measure.measure(keys, STEP, Scoring(), BadKeys(keys), longest=17).tokens.tolist()
+        assert expected[FILLED_UP] == 0 and expected.count(0) == 1
         given.rows["response_mask"][1] = torch.zeros_like(given.rows["response_mask"][1])
+        expected[1] = 0
         if weighted:
             given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["response_mask"]]
             given.rows["rollout_is_weights"][0][:3] = 0.0
-        found.append([measure.left_by_correction(keys).tolist(), sampled.tolist()])
-        assert given.most == 3
-    return found
+            expected[0] -= 3
+        assert measure.left_by_correction(keys).tolist() == expected and given.most == 3
 
 
-def grouping() -> dict[str, Any]:
+def grouping() -> None:
     """Group a batch's rows, some prompts with more answers than are fetched at a time, and one session of several outputs."""
     measure.CHUNK = 64
     answers = [3, 80, 1, 40, 30, 2, 64]
     keys = [f"prompt{prompt}_{answer}_0" for prompt, count in enumerate(answers) for answer in range(count)]
     keys += ["turns_0_0", "turns_0_1", "turns_1_0", "prompt0_3_0"]
     found = measure.groups(keys)
-    return {"keys": keys, "groups": found, "chunks": list(measure.chunks(found))}
+    assert sorted(key for group in found for key in group) == sorted(keys)
+    # Four answers to the first prompt, of which one came late; a session of several outputs is in no group.
+    assert len(found[0]) == 4 and ["turns_0_0"] in found and ["turns_0_1"] in found
+    cut = list(measure.chunks(found))
+    assert [group for chunk in cut for group in chunk] == found
+    assert all(len(chunk) == 1 or sum(map(len, chunk)) <= 64 for chunk in cut)
 
 
-def users_own_metrics(names: list[str]) -> list[str]:
-    """Record a step that has a user's own metrics, and return the names that verl's loggers get."""
+def users_own_metrics() -> None:
+    """Check that verl's loggers keep a user's metric with our prefix in its name."""
     from mismatch_ext.adapters.verl.driver.trainer import (
         MismatchTrainer,  # in a fork, as `scenarios_driver.driving` says
     )
 
     driver: Any = object.__new__(MismatchTrainer)
     driver._weights, driver._saved_step, driver.global_steps = None, 0, STEP
-    metrics = dict.fromkeys(names, 0.5)
+    users = ["reward/mismatch/format", "val-core/token_mismatch/acc/mean@8"]
+    ours = ["mismatch/k3_kl", "mismatch/seq_kl", "mismatch/routing/layer_3_set_mismatch"]
+    metrics = dict.fromkeys([*users, *ours], 0.5)
     with tempfile.TemporaryDirectory() as folder:
         header = {"run": {"name": "a run", "host": "verl"}}
         driver._log = RunLog(MismatchConfig(), Path(folder), info=lambda: header, step=lambda: STEP)
         driver._log.begin(None)
         driver._record(metrics, STEP)
-    return sorted(metrics)
-
-
-def masks_fetched() -> dict[str, Any]:
-    """Check the sampling masks of more rows than are fetched together, of which one has none."""
-    from mismatch_ext.adapters.verl import sampling_mask
-
-    rows = 2 * sampling_mask.CHUNK + 3
-    given = Queue({"response_mask": [torch.ones(1)] * rows, "extra_fields": [{} for _ in range(rows)]})
-    given.rows["extra_fields"][-1] = {sampling_mask.UNKNOWN: "it was lost."}
-    sampling_mask.tq = given
-    keys = SimpleNamespace(keys=given.keys, tags=[{}] * rows, partition_id="train")
-    bad = BadKeys(keys)
-    sampling_mask.check_masks(keys, STEP, bad)
-    return {
-        "most": given.most,
-        "chunk": sampling_mask.CHUNK,
-        "bad": {keys.keys[row]: bad.rows.faults[row].message for row in bad.rows.faults},
-    }
+    assert metrics.keys() == {*users, "mismatch/k3_kl", "mismatch/alarms_raised"}

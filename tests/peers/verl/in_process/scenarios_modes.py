@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.driver.reports import over_updates, take_ours
-from mismatch_ext.adapters.verl.driver.trainer import waiting_of
 from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from mismatch_ext.checks import Checks
-from mismatch_ext.config import MismatchConfig
 from tests.peers.verl.in_process.workers import (
     batch,
     logprobs,
@@ -61,14 +59,6 @@ def added_up() -> dict[str, dict[str, float]]:
     }
 
 
-def waiting() -> dict[str, Any]:
-    """Read what waits in a checkpoint of one trigger, for runs with that and with others."""
-    state = {"config": {"lr": {"trigger": "mismatch_kl"}}, "lr": {"waiting": [{"mismatch_kl": 0.25}]}}
-    blocks = {"same": {"trigger": "mismatch_kl"}, "other": {"trigger": "response_length"}, "none": None}
-    parsed = {name: MismatchConfig.parse({} if lr is None else {"lr": lr}) for name, lr in blocks.items()}
-    return {name: [dict(one) for one in waiting_of(state, block)] for name, block in parsed.items() if block}
-
-
 def detached(kind: type[Any], built: Any) -> Any:
     """Return a worker of a kind around an engine that is there."""
     asked: Any = object.__new__(kind)
@@ -107,20 +97,6 @@ def _flat(rows: list[list[float]]) -> torch.Tensor:
 
 def _far(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
-
-
-def rates(model: str) -> dict[str, list[float]]:
-    """Return the rate of each update of a rule that halves it at every step, with one update to a step and with two."""
-    found = {}
-    for updates in (1, 2):
-        mode = RunMode(name="separate_async", updates=updates)
-        built = worker(model, {"lr": {"period": 1}}, mode=mode, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
-        data, found[str(updates)] = scored(built, batch()), []
-        for number in range(4):
-            if number % updates == 0:
-                built.engine.mismatch_update_lr()
-            found[str(updates)].append(float(update(built, data)["lr"][0]))
-    return found
 
 
 def skipped(model: str, folder: str) -> list[float]:

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.peers.verl.in_process.routes import refused
 
 
-def resumed(replayed: bool) -> dict[str, Any]:
+def resumed() -> dict[str, Any]:
     """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
     answers = iter(
         [
@@ -44,7 +44,7 @@ def resumed(replayed: bool) -> dict[str, Any]:
 
     client = object.__new__(FullyAsyncLLMServerClient)
     client.config = OmegaConf.create({})
-    asked, Asked = versioned(client, replayed=replayed), LLMServerClient.generate
+    asked, Asked = versioned(client, replayed=True), LLMServerClient.generate
     LLMServerClient.generate = answer  # type: ignore[method-assign]
     try:
 
@@ -83,34 +83,3 @@ def resumed(replayed: bool) -> dict[str, Any]:
         "told": [str(one.message) for one in told],
         "refused": unnoted,
     }
-
-
-def one_id() -> list[list[Any]]:
-    """Ask for three answers to one prompt under one id, two of them at the same time, as `full_determinism` does."""
-
-    async def answer(
-        self: Any, request_id: Any, *, prompt_ids: list[int], sampling_params: Any, **_: Any
-    ) -> TokenOutput:
-        await asyncio.sleep(sampling_params["wait"])
-        version = sampling_params["version"]
-        return TokenOutput(
-            token_ids=[1], log_probs=[-1.0], stop_reason="completed", extra_fields={"global_steps": version}
-        )
-
-    client = object.__new__(FullyAsyncLLMServerClient)
-    client.config = OmegaConf.create({})
-    asked, before = versioned(client), LLMServerClient.generate
-    LLMServerClient.generate = answer  # type: ignore[method-assign]
-
-    async def ask(version: int, wait: float) -> Any:
-        limits = {"max_tokens": 9, "version": version, "wait": wait}
-        return await asked.generate("det-0", prompt_ids=[7, 8], sampling_params=limits)
-
-    async def all_of_them() -> list[Any]:
-        return [*await asyncio.gather(ask(4, 0.02), ask(5, 0.0)), await ask(6, 0.0)]
-
-    try:
-        found = asyncio.run(all_of_them())
-    finally:
-        LLMServerClient.generate = before  # type: ignore[method-assign]
-    return [[list(one) for one in output.extra_fields["weight_versions"].segments] for output in found]

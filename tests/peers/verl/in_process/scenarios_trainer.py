@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from omegaconf import DictConfig, open_dict
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import read_rollouts
-from mismatch_ext.errors import EngineError
 from tests.peers.verl.in_process.losses import host_config
 from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
 from tests.peers.verl.recorded import recorded
@@ -57,35 +54,6 @@ class Workers:
     def mismatch_metrics(self) -> list[dict[str, float]]:
         self.asked.append("metrics")
         return [{"skipped_steps": 1.0}]
-
-
-def findings() -> dict[str, Any]:
-    """Ask for the workers' failed checks in a run that is only measured, with an answer, an engine's error and a bug of ours."""
-    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
-
-    found: dict[str, Any] = {}
-
-    def failing(error: Exception) -> Any:
-        raise error
-
-    answers = {
-        "answer": lambda: [[], [{"check": "loss_scaler", "step": 0, "message": "it is off"}]],
-        "engine": lambda: failing(EngineError("it does not answer")),
-        "bug": lambda: failing(AttributeError("of ours")),
-    }
-    for name, answer in answers.items():
-        driver: Any = object.__new__(MismatchTrainer)
-        driver.global_steps, driver._checks = 4, Checks(False, lambda: 4)
-        driver.actor_rollout_wg = SimpleNamespace(mismatch_findings=answer)
-        left = ""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                driver._collect_findings()
-            except AttributeError as error:
-                left = str(error)
-        found[name] = {"failed": [[one.check, one.step, one.message] for one in driver._checks.take()], "left": left}
-    return found
 
 
 def batches_without_good_rows() -> dict[str, Any]:
@@ -227,21 +195,7 @@ def steps() -> dict[str, Any]:
                 "asked": trainer.actor_rollout_wg.asked, "logged": logged, "sent": trainer.sent,
                 "coef": [entry["mismatch_kl_coef"] for entry in trainer.extra],
             }  # fmt: skip
-        told: list[Any] = []
-        for folder in ("global_step_2", "copied"):  # a checkpoint, and one of which verl's part alone was copied
-            with open_dict(config):
-                config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", f"{work}/{folder}"
-            trainer = kind(config)
-            trainer._processes.event = lambda *event: told.append(event)
-            trainer._load_checkpoint()
-        found["told"] = told
         found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
-        parts = sorted(Path(work, "mismatch").glob("metrics-*.jsonl"))
-        lines = [line for path in parts for line in path.read_text().splitlines()]
-        found["kept"] = {path.name: read_rollouts(path) for path in Path(work, "mismatch").glob("evidence-*")}
-        found["kept"] = {
-            name: [[row.step, row.version, len(row.trainer_logprobs or ()), row.kept.reason] for row in log.responses if row.kept]
-            for name, log in found["kept"].items()
-        }  # fmt: skip
-        found["lines"] = [json.loads(line) for line in lines]
+        (evidence_file,) = Path(work, "mismatch").glob("evidence-*")
+        found["kept"] = [evidence_file.name, len(read_rollouts(evidence_file).responses)]
     return found

@@ -6,6 +6,7 @@ verl's own slicing, attention wrapper and gathering run; a CPU lacks flash-atten
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,13 @@ from verl.workers.utils.padding import response_from_nested
 from mismatch_ext import ranks as ranks_of_ours
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import nested, refused
-from tests.peers.verl.in_process.scenarios_replay import everywhere, gathered_gradients
+from tests.peers.verl.in_process.scenarios_replay import (
+    COUNTS,
+    check_same,
+    everywhere,
+    kept_gradients,
+    sharded_to_file,
+)
 from tests.peers.verl.in_process.workers import batch, worker
 
 ATTENTION = "packed_rows"
@@ -78,13 +85,11 @@ def scored(built: Any, data: TensorDict) -> TensorDict:
     return data
 
 
-def shared(model: str, routes: str, path: str) -> dict[str, Any]:
-    """Score and update eight samples on ranks that share their rows; gradients go to a file."""
+def shared(model: str, routes: str) -> dict[str, Any]:
+    """Score and update eight samples on ranks that share their rows."""
     prepare()
     ranks = int(os.environ["WORLD_SIZE"])
-    objects: list[Any] = []  # that this package has sent to the other ranks in updates
     given = torch.load(routes)
-    gradients: dict[str, Tensor] = {}
     found: dict[str, Any] = {}
     for mode in ("R3", "R2"):
         built = worker(
@@ -96,31 +101,45 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
             engine={"ulysses_sequence_parallel_size": ranks, "use_orig_params": True},
         )
         data = scored(built, batch(range(8), rollout=nested(given)) if mode == "R3" else batch(range(8)))
-        found[mode] = [row.tolist() for row in data["old_log_probs"].unbind()]
-        found[f"{mode}_routes"] = [row.tolist() for row in data["routed_experts"].unbind()]
-
-        def keep(optimizer: Any, *_: Any, built: Any = built, mode: str = mode) -> None:
-            gradients.update({f"{mode}.{name}": value for name, value in gathered_gradients(built.engine.module)})
-
-        built.engine.optimizer.register_step_pre_hook(keep)
+        gradients = kept_gradients(built)
         options = {"mini_batch_size": 8, "global_batch_size": 8, "epochs": 1, "seed": 0}
-        with mock.patch.object(ranks_of_ours, "gathered", objects.append):
+        with mock.patch.object(ranks_of_ours, "gathered") as objects:
             built.train_mini_batch(tu.assign_non_tensor(data.clone(), dataloader_kwargs={"shuffle": False}, **options))
-        found[f"{mode}_metrics"] = built.engine.mismatch_metrics()
+        assert mode == "R2" or not objects.called  # ranks agree by numbers
+        metrics = built.engine.mismatch_metrics()
+        found[mode] = {
+            "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
+            "routes": [row.tolist() for row in data["routed_experts"].unbind()],
+            "counts": [metrics[name] for name in COUNTS],
+            "gradients": gradients,
+        }
         if mode == "R3":
-            lost = [row.clone() for row in given]
-            lost[1][3] = 0
-            found["objects"] = len(objects)
-            found["lost"] = everywhere(refused(built.infer_batch, batch(range(8), rollout=nested(lost))))
-            # One of the ranks checks this sample's ids, and all leave it out.
-            judged = built.infer_batch(tu.assign_non_tensor(batch(range(8), rollout=nested(lost)), **{JUDGED: True}))
-            faults = None if judged is None else [int(row.max()) for row in judged[FAULT].unbind()]
-            found["faults"] = [one for one in everywhere(faults) if one is not None]
-    if dist.get_rank() == 0:
-        torch.save(gradients, path)
+            check_lost(built, given)
     return found
 
 
-def shared_on(world: int, **payload: Any) -> dict[str, Any]:
-    """Run `shared` on so many ranks, and return what rank 0 found."""
-    return on_ranks(shared, world, **payload)[0]
+def check_lost(built: Any, given: list[Tensor]) -> None:
+    """Check that what one of the ranks finds of a sample all say, and that all leave it out."""
+    lost = [row.clone() for row in given]
+    lost[1][3] = 0
+    data = batch(range(8), rollout=nested(lost))
+    assert "duplicate" in refused(built.infer_batch, data.clone())
+    output = built.infer_batch(tu.assign_non_tensor(data, **{JUDGED: True}))
+    if output is not None:
+        assert [bool(row.max()) for row in output[FAULT].unbind()] == [row == 1 for row in range(8)]
+
+
+def shared_to_file(model: str, routes: str, out: str) -> str:
+    """Run `shared`, and return the file that has what was found."""
+    found = shared(model, routes)
+    path = f"{out}/shared-{dist.get_rank()}.pt"
+    torch.save(found, path)
+    return path
+
+
+def on_two_ranks(model: str, routes: str) -> None:
+    """Compare two ranks that share each row with one rank and verl's own attention on a padded batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        (one,) = on_ranks(sharded_to_file, 1, model=model, routes=routes, out=folder)
+        two, _ = on_ranks(shared_to_file, 2, model=model, routes=routes, out=folder)
+        check_same(torch.load(two), torch.load(one), 1e-5, 2e-6)
