@@ -18,6 +18,7 @@ from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.metrics_file import SegmentFile
+from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.states import to_json
 from tests.unit import synthetic_runs
 from tests.unit.tables import table
@@ -110,6 +111,11 @@ def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
     assert [alarm for step in range(9) for alarm in monitor.observe(step, healthy)] == []
     assert [a.metric for a in monitor.observe(9, healthy | {"loss": NAN, "grad_norm": INF})] == ["loss"]
     assert [a.metric for a in monitor.observe(12, {"mismatch/overflow_streak": 5.0})] == ["mismatch/overflow_streak"]
+
+
+def test_each_built_in_rule_of_ours_watches_a_metric_that_is_logged() -> None:
+    watched = {name.removeprefix(PREFIX) for name in DEFAULTS if name.startswith(PREFIX)}
+    assert watched <= set(MEANING)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,25 @@ def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:
     assert record["command"] in written
     for line in record["figures"]["printed"]:
         assert line in written
+
+
+# In words of docs/kl.md.
+PLACEMENT = {"the loss": "loss", "the reward": "reward", "both": "both", "reward and loss": "both"}
+
+
+def test_the_page_of_kl_terms_quotes_their_enumeration() -> None:
+    record = (ROOT / "evidence/kl.md").read_text(encoding="utf-8")
+    enumerated = {}
+    for line in record.splitlines():
+        if line.startswith(("| token | k", "| sequence | k")):
+            target, estimator, placement, _, bias, _, _, _, spread, *_ = line.replace("*", "").strip("| ").split(" | ")
+            enumerated[target, estimator, placement] = (bias, spread)
+    text = (ROOT / "docs/kl.md").read_text(encoding="utf-8")
+    quoted = re.findall(
+        r"^\| (k\d) in ([a-z ]+?)(?: \(.*?\))? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, flags=re.M
+    )
+    assert len(quoted) == 6
+    for estimator, words, of_responses, of_tokens, spread in quoted:
+        placement = PLACEMENT[words]
+        assert enumerated["sequence", estimator, placement] == (of_responses, spread)
+        assert enumerated["token", estimator, placement][0] == of_tokens
