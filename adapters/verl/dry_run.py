@@ -70,6 +70,7 @@ def dry_run(words: Sequence[str]) -> DryRun:
         acts, refused, later = True, list[str](), list[str]()
         stated = config.get("mismatch")
         if stated is not None:
+            require(config, ["actor_rollout_ref.rollout.name"])  # verl's own file leaves it to the user
             acts, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]

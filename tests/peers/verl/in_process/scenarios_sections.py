@@ -30,7 +30,7 @@ from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
 from tests.peers.verl.in_process.routes import as_rollout, carrying, nested, other
 from tests.peers.verl.in_process.scenarios_driver import baseline_of
-from tests.peers.verl.in_process.scenarios_losses import Engine, build_models, sampled_batch
+from tests.peers.verl.in_process.scenarios_losses import Engine, build_policy, sampled_batch
 from tests.peers.verl.in_process.scenarios_replay import experts_seen
 from tests.peers.verl.in_process.scenarios_training import watched
 from tests.peers.verl.in_process.workers import batch, scored, update, worker
@@ -60,8 +60,8 @@ class Host:
     """verl's worker with its engine, and a batch with its driver's fields."""
 
     def __init__(self, out: str) -> None:
-        policy, reference = build_models(Path(out))
-        self.data = sampled_batch(policy, reference)  # by plain models: verl changes the class of one with a fused head
+        policy = build_policy(Path(out))
+        self.data = sampled_batch(policy)  # by plain models: verl changes the class of one with a fused head
         self.engine = Engine(policy, 12)
         logps = self.padded(self.data, "old_log_probs")["old_log_probs"]
         # What the engine itself scores, so that the ratio to the old policy is 1.
