@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.trl import (
     MismatchGRPOConfig,
@@ -100,10 +101,7 @@ def other_support(output: Any) -> None:
     position = output.logprobs[1]
     if hasattr(output.logprobs, "left"):
         left = output.logprobs.left
-        left._settle()
-        ids, counts, cut, sampled = left._read[0]
-        counts[:] = 0
-        left._read[0] = (ids[:0], counts, cut | True, sampled * 0 - 1)
+        left._pending = [(ids, np.full_like(logprobs, -np.inf)) for ids, logprobs in left._pending]
         return
     position[output.token_ids[1]].logprob = float("-inf")
 
