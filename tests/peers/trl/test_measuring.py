@@ -31,7 +31,7 @@ def test_a_resumed_run_goes_on_with_its_state_or_says_why_not(run: Run, dense: P
     run(scenarios.resumed, model=dense, out=tmp_path).expect()
 
 
-def test_an_engine_that_fails_at_its_probes_is_told_and_a_mistake_of_ours_ends_the_run(
+def test_neither_an_engine_that_fails_at_its_probes_nor_a_mistake_of_ours_ends_the_run(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:
     run(scenarios.errors, model=dense, out=tmp_path).expect()
