@@ -1,20 +1,15 @@
-"""The example task, its tokenizer and its checkpoints, shipped and trained."""
+"""The example task, its tokenizer and its shipped checkpoints."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import shipped
-from examples.arithmetic.pretrain import write
-from examples.arithmetic.recipe import RECIPES
 from examples.arithmetic.shipped import FOLDER, DamagedModelError, shipped_model
 from examples.arithmetic.task import (
     CHARACTERS,
@@ -25,22 +20,6 @@ from examples.arithmetic.task import (
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, encode, make_tokenizer
 
 pytestmark = pytest.mark.numeric
-
-
-TWO_STEPS = {
-    kind: replace(
-        recipe,
-        steps=2,
-        batch_size=4,
-        hidden_size=32,
-        layers=1,
-        heads=1,
-        key_value_heads=1,
-        intermediate_size=32,
-        expert_intermediate_size=32,
-    )
-    for kind, recipe in RECIPES.items()
-}
 
 
 # task
@@ -56,7 +35,7 @@ def test_reward_of_a_right_answer(completion: str) -> None:
     assert score(completion, 386, 47) == reward(completions=[completion], a=[386], b=[47])[0] == 1.0
 
 
-HOSTILE = ["", "433", ":4330", ":0433", ": 433", ":4_33", ":12:433", ":\u0664\u0663\u0663", ":" + "9" * 5000]
+HOSTILE = ["", ":4330", ":0433", ":4_33", ":" + "9" * 5000]
 
 
 @pytest.mark.parametrize("completion", HOSTILE)
@@ -76,21 +55,6 @@ def test_tokenizer_round_trip(text: str) -> None:
 
 
 # checkpoints
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_a_trained_checkpoint_is_shipped_and_loads_as_any_other(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    write(TWO_STEPS[kind], tmp_path / kind, "a command")
-    path = shipped_model(kind)  # its sums are those of its files
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert tokenizer("386+47=")["input_ids"] == encode("386+47=")
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (EOS_ID, PAD_ID)
-    assert tokenizer.padding_side == "left"
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -157,6 +157,30 @@ def test_the_bias_is_the_norm_of_the_terms_gradient(name: str) -> None:
     assert float(found[~mask].abs().sum()) == 0
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_gradient_is_that_of_central_differences(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits, away, direction = (torch.randn(6, 40, generator=generator, dtype=torch.float64) for _ in range(3))
+    sampler, head = (logits + 0.4 * away).log_softmax(-1).topk(16, dim=-1)
+    leaf = logits.clone().requires_grad_()
+    mask = torch.ones(6, dtype=torch.bool)
+    centering_terms(
+        logits=leaf, head_ids=head, head_logprobs=sampler, response_mask=mask, **WEIGHTS[name]
+    ).sum().backward()
+    assert leaf.grad is not None
+
+    # The coefficients by hand, which do not move with the logits.
+    q, p = sampler.exp(), logits.softmax(-1).gather(-1, head)
+    rho = (1 - q.sum(-1, keepdim=True)) / (1 - p.sum(-1, keepdim=True))
+    coefficients = q * weight_of((p / q).log(), **WEIGHTS[name]) - rho * weight_of(-rho.log(), **WEIGHTS[name]) * p
+
+    def value(at: float) -> Tensor:
+        return (coefficients * (logits + at * direction).log_softmax(-1).gather(-1, head)).sum()
+
+    slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    torch.testing.assert_close((leaf.grad * direction).sum(), slope, atol=0.0, rtol=1e-6)
+
+
 def test_a_head_with_fewer_tokens_is_filled_up() -> None:
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     sampled = (logits * 0.8).log_softmax(-1)
