@@ -87,8 +87,10 @@ class AlarmCallback(TrainerCallback):
         if math.isfinite(loss):
             self._finite_total = self._trainer._total_loss_scalar
             return
-        # transformers subtracts the sum from itself, and NaN - NaN is no 0.
-        self._trainer._tr_loss.zero_()
+        # transformers subtracts the sum from itself, and NaN - NaN is no 0. A version may keep it elsewhere.
+        summed = getattr(self._trainer, "_tr_loss", None)
+        if summed is not None:
+            summed.zero_()
         self._trainer._total_loss_scalar = self._finite_total
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
@@ -113,8 +112,10 @@ class Noted(CheckedGeneration):
         """Refuse a batch that was sampled after the trainer's weights had changed without an update; all ranks do so together."""
         if not self.verifies:
             return
-        moved = torch.tensor(float(self.verifier.moved()))
-        if bool(self.run.ranks.sum(moved)):
+        # A rank whose look at its weights fails must not leave the others waiting.
+        with together(self.run.ranks, flags=1) as flags:
+            flags.here[0] = self.verifier.moved()
+        if flags.anywhere[0]:
             raise WeightSyncError(
                 "the trainer's weights have changed since the engine got them, and this batch was sampled without an update. A "
                 "checkpoint was loaded (load_best_model_at_end), or a subclass generates without vllm_generation.sync_weights()."
