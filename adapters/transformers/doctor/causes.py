@@ -30,7 +30,6 @@ from mismatch_ext.adapters.transformers.doctor.changes import (
     scaled,
     seeing,
     weights,
-    with_int8_activations,
     yarn,
 )
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, load_model
@@ -143,8 +142,6 @@ def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
               needs=torchs),
         cause("weights_int8", "weights", "quantization", "the engine's weights are int8",
               lambda _: weights(model, quantized(model, int8))),
-        cause("activations_int8", "weights", "quantization", "the engine's weights and activations are int8",
-              lambda _: with_int8_activations(model)),
         cause("weights_fp8", "weights", "quantization", "the engine's weights are fp8",
               lambda _: weights(model, quantized(model, fp8))),
         cause("weights_int4", "weights", "quantization", "the engine's weights are 4-bit integers in groups of {x}",

@@ -139,21 +139,18 @@ def uneven(responses: int = 24) -> Sample:
     return replace(sample(responses), prompts=prompts)
 
 
+@pytest.mark.parametrize("layout", ["left", "left-positions", "packed"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, tmp_path: Path) -> None:
+def test_a_layout_is_the_same_policy_in_float32_and_rounds_otherwise(kind: str, layout: str, tmp_path: Path) -> None:
     model = load_model(tiny_model(kind, tmp_path / "model"))
     plain = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32")
-    assert {rung.name for rung in plain.scores.rungs} == {
-        *(name for layout, name in LAYOUTS.items() if layout != "right"), f"batches of 1 against {BATCH}"
-    }  # fmt: skip
+    laid = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32", layout=layout)
     alike = FACTOR * plain.float32_error
-    for rung in plain.scores.rungs:
+    assert [rung.name for rung in laid.scores.rungs] == [f"batches of 1 against {BATCH}", LAYOUTS[layout]]
+    for rung in laid.scores.rungs:
         assert not rung.changes_the_policy and (rung.float32 or 0) < alike < rung.mean, rung
-    left = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32", layout="left")
-    assert (
-        left.scores.straight == pytest.approx(plain.scores.trainer, abs=alike) and left.scores.layout == LAYOUTS["left"]
-    )
-    assert np.abs(left.scores.trainer - plain.scores.trainer).max() > alike
+    assert laid.scores.straight == pytest.approx(plain.scores.trainer, abs=alike)
+    assert laid.scores.layout == LAYOUTS[layout] and np.abs(laid.scores.trainer - plain.scores.trainer).max() > alike
 
 
 def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tmp_path: Path) -> None:
