@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,14 +10,12 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.evidence import AFRESH, ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
 
 # Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
 # The same in a quick look.
 QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 16, 8, 16
-# Number of prompts that are sampled again without the prefix cache, if decode differs from prefill and some were in it.
-FRESH_ROWS = 16
 
 
 @runtime_checkable
@@ -27,16 +24,6 @@ class ScoresAlone(DoctorsEngine, Protocol):
 
     def score_alone(self, sample: Sample) -> Sample:
         """Score as `score` does, but send each response's request only after the one before was answered."""
-
-
-@runtime_checkable
-class SamplesAfresh(DoctorsEngine, Protocol):
-    """An engine that can pass its prefix cache by, and counts the prompts that it took from it."""
-
-    cached_prompts: int
-
-    def sample_afresh(self, asked: ToSample) -> Sample:
-        """Sample as `sample` does, without reading the prefix cache."""
 
 
 def engine_rungs(
@@ -88,17 +75,8 @@ def engine_rungs(
             )
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
-    cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
     rungs += [Rung.of("engine", DECODE, decode), *_by_batches(engine, again, most, most_alone)]
-    found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
-    if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():
-        return found
-    first = prompts[:FRESH_ROWS]
-    afresh = engine.sample_afresh(
-        ToSample(prompts=first, responses=len(first), max_tokens=max_tokens, sampling=_plain(sides))
-    )
-    fresh = afresh.engine - engine.score(afresh).engine
-    return replace(found, rungs=(*rungs, Rung.of("engine", AFRESH, fresh)), afresh=fresh)
+    return Engine(rungs=tuple(rungs), decode=decode, prefill=prefill)
 
 
 def _by_batches(engine: ScoresAlone, again: Sample, most: int, most_alone: int) -> Iterator[Rung]:

@@ -66,7 +66,6 @@ ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
 REVERSED, ALONE = "prompts in reverse order", "one prompt at a time"
-AFRESH = "decode against prefill, past the prefix cache"
 Cancels = Literal["", "reference", "rounding"]
 
 
@@ -114,10 +113,6 @@ class Engine:
     decode: Floats
     prefill: Floats | None
     notes: tuple[str, ...] = ()
-    afresh: Floats | None = None
-    """As `decode`, of tokens that were sampled past the prefix cache; None if that was not tried."""
-    cached_prompts: int = 0
-    """Number of prompts that the engine took from its prefix cache, in part or whole."""
 
     @property
     def by_batches(self) -> float:
@@ -126,17 +121,10 @@ class Engine:
 
     def decodes_apart(self, noise: Noise | None = None) -> bool:
         """Whether its decode differs from its prefill by more than other batches and, if known, rounding explain."""
-        return float(np.abs(self.decode).mean()) > self._explained(noise)
-
-    def has_stale_cache(self, noise: Noise) -> bool:
-        """Whether its decode is its prefill's as soon as it passes the prefix cache by, for one that decodes apart."""
-        return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._explained(noise)
-
-    def _explained(self, noise: Noise | None) -> float:
-        """Return what other batches and rounding explain, in nats per token."""
-        if noise is None:
-            return APART * self.by_batches
-        return max(APART * max(noise.mean, self.by_batches), noise.exact)
+        most = APART * self.by_batches
+        if noise is not None:
+            most = max(most, APART * noise.mean, noise.exact)
+        return float(np.abs(self.decode).mean()) > most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,18 +37,6 @@ def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> Non
     assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
 
 
-@pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
-def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: float | None, key: str) -> None:
-    sample, scores = drawn(extra=lambda z: drift(z, 0.2))
-    prefill = scores.own
-    said = said_by(sample.engine - prefill, prefill)
-    engine = replace(said, afresh=None if past is None else np.full(64, past), cached_prompts=7)
-    (cause,) = diagnose(sample, scores, engine=engine).causes
-    assert cause.key == key
-    if key == "stale_cache":
-        assert "reset_prefix_cache" in cause.remedy.vllm
-
-
 def test_a_decode_within_rounding_or_within_the_engines_own_batches_is_no_cause() -> None:
     assert not stale_decode(size=0.0).causes
     noisy = stale_decode(batches=1.0)
