@@ -159,6 +159,11 @@ class Scores:
     engine_dtype: str = ""  # that the side computes in, for remedies; "" if unknown
     trainer_dtype: str = ""
     trainer_head: str = ""  # dtype that the trainer's head computes in; "" if it is `trainer_dtype`
+    exact: tuple[Floats, Floats] | None = None  # what `score` returns, if it is known
+
+    def score(self, sample: Sample) -> tuple[Floats, Floats]:
+        """Return the oracle's log-probabilities of a sample's tokens `[N]`, and `LogitTable.spread` `[N]`."""
+        return score_tokens(sample, self.logits, self.temperature) if self.exact is None else self.exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +230,7 @@ class Later:
     @classmethod
     def of(cls, sample: Sample, scores: Scores) -> Later:
         """Compare an engine's scores with the oracle's, and rounding with the same."""
-        oracle, _ = score_tokens(sample, scores.logits, scores.temperature)
+        oracle, _ = scores.score(sample)
         engine, rounding = (np.abs(side - oracle) for side in (sample.engine, scores.own))
         return cls(place=sample.place, engine=engine, rounding=rounding, exact=FLOAT32_UNITS * scores.float32_error)
 
@@ -427,7 +432,7 @@ def plain_pass(scores: Scores) -> Floats:
 
 def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
     """Return an engine's error on tokens that it scored again at temperature 1: in units of rounding, and per token `[N]`."""
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     error = sample.engine - oracle
     return Noise.of(scores.own - oracle, spread, scores.float32_error).size(error), error
 
@@ -437,7 +442,7 @@ def distance(sample: Sample, scores: Scores) -> float:
 
     When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
     """
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     telling = spread > TELLING
     error = np.abs(sample.engine - oracle)
     return float(np.median(error[telling] / spread[telling])) if telling.any() else 0.0

@@ -15,7 +15,6 @@ import torch
 from mismatch_ext.doctor.diagnose import FEW_FLIPS, FLIPS, STANDS_OUT, TRAINER_ROUNDING
 from mismatch_ext.doctor.evidence import Block, Scores
 from mismatch_ext.doctor.fits import ROUNDING, Noise
-from mismatch_ext.doctor.logits import score_tokens
 from mismatch_ext.doctor.named import judge_attention
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.gap import k3
@@ -135,7 +134,7 @@ def _sizes(gap: Floats) -> list[Figure]:
 
 def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     """Return both sides' errors against the oracle in units of rounding; in nats where float32 explains them."""
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     noise = Noise.of(scores.own - oracle, spread, scores.float32_error)
     native = oracle if scores.native is None else scores.native
     figures = []

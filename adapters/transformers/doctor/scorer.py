@@ -122,13 +122,14 @@ class Scorer:
         self._float32_error = self._measured_float32_error()
         # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
         self._replayed = sample.routes if replays and self.shape is not None else None
-        trainers, taken, logits = self._trainers_side(layout, computed, bare)
+        trainers, taken = self._trainers_side(layout, computed, bare)
         if computed is not None:
             self._trainers_weights = lost_by_rounding(model, self.engine_dtype)
         round_weights(model, self.engine_dtype)
+        self._as_prompt: Scores | None = None  # `rescored` of the sample's own tokens
         self.scores = Scores(
             **trainers,
-            **self._oracles_side(taken, logits, bare),
+            **self._oracles_side(taken, bare, scored="logits" in trainers),
             temperature=temperature,
             end_tokens=end_tokens(model),
             engine_dtype=engine_dtype,
@@ -138,17 +139,14 @@ class Scorer:
 
     def _trainers_side(
         self, layout: str, computed: Floats | None, bare: bool
-    ) -> tuple[dict[str, Any], tuple[RoutingTrace, ...] | None, Tensor | Projected | None]:
-        """Return the fields of `Scores` that need the trainer's weights, the routes that it took, and the oracle's logits.
-
-        The last two are None where they are not known.
-        """
+    ) -> tuple[dict[str, Any], tuple[RoutingTrace, ...] | None]:
+        """Return the fields of `Scores` that need the trainer's weights, and the routes that it took, None if not known."""
         fields: dict[str, Any] = {}
-        taken, logits = None, None
+        taken = None
         if self._trains_as_oracle:
             # One pass is then the trainer's, the oracle's, and that of the trainer's arithmetic in the engine's dtype.
-            logits = self._logits(self.sample)
-            plain = self._exactly(self.sample, logits)
+            fields |= self._oracles_logits(self.sample)
+            plain = fields["own"]
         else:
             with self.as_trainer():
                 if self._replayed is None:
@@ -170,33 +168,45 @@ class Scorer:
             fields["trainer"] = plain
         if computed is None and not bare:
             fields["rungs"] = tuple(own_noise(self, layout))
-        return fields, taken, logits
+        return fields, taken
 
-    def _oracles_side(
-        self, taken: tuple[RoutingTrace, ...] | None, logits: Tensor | Projected | None, bare: bool
-    ) -> dict[str, Any]:
+    def _oracles_side(self, taken: tuple[RoutingTrace, ...] | None, bare: bool, *, scored: bool) -> dict[str, Any]:
         """Return the fields of `Scores` that need weights in the engine's dtype; `taken` are the trainer's own routes."""
-        sample = self.sample
         fields: dict[str, Any] = {"float32_error": self._float32_error, **self._flips()}
-        if taken is not None and sample.routes is not None:
+        if taken is not None and self.sample.routes is not None:
             fields["native"] = self._scored(taken)
-        fields["logits"] = self._logits(sample) if logits is None else logits
-        fields["own"] = self._own(sample, fields["logits"])
+        if not scored:
+            fields |= self._oracles_logits(self.sample)
         if not bare and self._head is not None and self.engine_dtype != torch.float32:
-            fields["headed"] = self._cast(sample, self._head)
+            fields["headed"] = self._cast(self.sample, self._head)
         return fields
+
+    def _oracles_logits(self, sample: Sample, logits: Tensor | Logits | None = None) -> dict[str, Any]:
+        """Return the oracle's logits, what they score, and what the same weights do in the engine's dtype."""
+        logits = self._logits(sample) if logits is None else logits
+        exact = score_tokens(sample, logits, self.temperature)
+        # In float32 these are the oracle's.
+        own = exact[0] if self.engine_dtype == torch.float32 else self._cast(sample)
+        return {"logits": logits, "exact": exact, "own": own}
 
     def rescored(self, sample: Sample) -> Scores:
         """Return the oracle's scores of the same tokens with a sample's routes, at temperature 1, as engines score prompts."""
+        routed = sample.routes is not None or self.sample.routes is not None
+        same = sample.prompts == self.sample.prompts and sample.responses == self.sample.responses and not routed
+        if same and self._as_prompt is not None:
+            return self._as_prompt
         before, self.temperature = self.temperature, 1.0
         try:
-            routed = sample.routes is not None or self.sample.routes is not None
-            same = sample.prompts == self.sample.prompts and sample.responses == self.sample.responses
-            logits = self.scores.logits if same and not routed else self._logits(sample)
-            own = self._own(sample, logits)
-            return Scores(trainer=own, own=own, logits=logits, float32_error=before * self._float32_error)
+            if same and before == 1:
+                fields: dict[str, Any] = {name: getattr(self.scores, name) for name in ("logits", "exact", "own")}
+            else:
+                fields = self._oracles_logits(sample, self.scores.logits if same else None)
         finally:
             self.temperature = before
+        rescored = Scores(trainer=fields["own"], float32_error=before * self._float32_error, **fields)
+        if same:
+            self._as_prompt = rescored
+        return rescored
 
     def logprobs(self, *, prompt: Prompt | None = None, screen: bool = False) -> Floats:
         """Return the tokens' log-probabilities `[N]` under the model as it is now.
@@ -314,14 +324,6 @@ class Scorer:
         with passing_hidden(head):
             _, hidden = next(iter(self._passes(sample, None, only=[row])))
         return is_head(head, hidden, logits)
-
-    def _exactly(self, sample: Sample, logits: Tensor | Logits) -> Floats:
-        """Return the tokens' log-probabilities `[N]` under logits `[N, V]`."""
-        return score_tokens(sample, logits, self.temperature)[0]
-
-    def _own(self, sample: Sample, logits: Tensor | Logits) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype; in float32 the oracle's logits have them."""
-        return self._exactly(sample, logits) if self.engine_dtype == torch.float32 else self._cast(sample)
 
     def _cast(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
         """Return the log-probabilities of a pass in the engine's dtype, but for a head that has to be exact."""
