@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mismatch_ext.doctor.causes import Cause
@@ -31,11 +30,10 @@ from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, score_toke
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import TokensTest, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
-from mismatch_ext.gap import k3
 from mismatch_ext.weights import OUTPUT_HEAD
 
-# With fewer tokens, intervals of shares are wider than half of the gap; k3, which few tokens carry, needs more tokens.
-LEAST_TOKENS, LEAST_TOKENS_K3 = 2_000, 30_000
+# With fewer tokens, intervals of shares are wider than half of the gap.
+LEAST_TOKENS = 2_000
 DRAWS = 400
 # A fitted temperature counts as the one that was asked for if their ratio differs from 1 by less than this.
 NEAR = 0.01
@@ -168,14 +166,13 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the gap: mean size in nats per token, shares of mean |Δlogp| and k3, and the 90 % interval of the former."""
+    """One part of the gap: mean size in nats per token, share of mean |Δlogp|, and that one's 90 % interval."""
 
     name: str
     mean: float
     share: float | None
     low: float | None
     high: float | None
-    share_k3: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,18 +481,14 @@ def least_part(error: Floats, rest: Floats, own: Floats) -> float:
 def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
     """Return what each term `[N]` contributes to the gap d = engine - trainer, their sum, with a bootstrap over responses.
 
-    For a function f with f(0) = 0, the term p of d gets f(d) p / d of f(d); with f = |d| that is sign(d) p. The shares add up
-    to 1. They are attributions along one path, and a share can be negative.
+    The term p of d gets sign(d) p of |d|. The shares add up to 1. They are attributions along one path, and one can be negative.
     """
     gap = np.sum(list(terms.values()), axis=0)
-    curve = k3(torch.from_numpy(-gap)).numpy()
-    per_unit = np.divide(curve, gap, out=np.zeros_like(gap), where=gap != 0)
     count = int(row.max()) + 1
     draws = rng.integers(0, count, (DRAWS, count))
     totals = np.bincount(row, np.abs(gap), count)
     # Show shares only if there are enough tokens to tell the parts apart.
     shown = len(gap) >= LEAST_TOKENS and totals.sum() > 0
-    shown_k3 = len(gap) >= LEAST_TOKENS_K3 and curve.sum() > 0
     parts = []
     for name, term in terms.items():
         sums = np.bincount(row, np.sign(gap) * term, count)
@@ -507,7 +500,6 @@ def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) 
                 share=float(sums.sum() / totals.sum()) if shown else None,
                 low=float(low) if shown else None,
                 high=float(high) if shown else None,
-                share_k3=float((per_unit * term).sum() / curve.sum()) if shown_k3 else None,
             )
         )
     return parts
@@ -522,7 +514,7 @@ def without_cancelling(
         return "", parts
     two = [max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)]
     beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > noise.exact for name in two)
-    bare = [replace(part, share=None, low=None, high=None, share_k3=None) for part in parts]
+    bare = [replace(part, share=None, low=None, high=None) for part in parts]
     return "reference" if beyond else "rounding", bare
 
 
