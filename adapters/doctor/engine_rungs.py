@@ -1,8 +1,8 @@
-"""Measures how an engine differs from itself on the same tokens: decode, order of the requests, and requests at a time."""
+"""Measures how an engine differs from itself on the same tokens: decode, and one request at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,12 +10,11 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, SAMPLED_AGAIN, Engine, Rung
 
-# Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
-ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
-# The same in a quick look.
-QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 16, 8, 16
+# Numbers of responses that are scored again one at a time, and sampled without settings; and the same in a quick look.
+ALONE_ROWS, NEUTRAL_ROWS = 16, 32
+QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 8, 16
 
 
 @runtime_checkable
@@ -54,16 +53,14 @@ def engine_rungs(
     """
     if not isinstance(engine, ScoresAlone):
         # A server also has other requests, and may sample with settings that the doctor does not know.
-        note = f"not measured with this engine: {DECODE}, {REVERSED}, {ALONE}"
+        note = f"not measured with this engine: {DECODE}, {ALONE}"
         return Engine(
             rungs=(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine),),
             decode=np.zeros(1),
             prefill=None,
             notes=(note,),
         )
-    most, most_alone, most_neutral = ROWS, ALONE_ROWS, NEUTRAL_ROWS
-    if quick:
-        most, most_alone, most_neutral = QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS
+    alone_rows, neutral_rows = (QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS) if quick else (ALONE_ROWS, NEUTRAL_ROWS)
     rungs = []
     if same and _neutral(sides):
         decode, prefill = sample.engine - again.engine, again.engine
@@ -71,23 +68,14 @@ def engine_rungs(
         rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
         neutral = engine.sample(
             ToSample(
-                prompts=prompts[:most_neutral], responses=most_neutral, max_tokens=max_tokens, sampling=_plain(sides)
+                prompts=prompts[:neutral_rows], responses=neutral_rows, max_tokens=max_tokens, sampling=_plain(sides)
             )
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
-    rungs += [Rung.of("engine", DECODE, decode), *_by_batches(engine, again, most, most_alone)]
+    rungs.append(Rung.of("engine", DECODE, decode))
+    few = _with_tokens(again, list(range(min(alone_rows, len(again.responses)))))
+    rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
     return Engine(rungs=tuple(rungs), decode=decode, prefill=prefill)
-
-
-def _by_batches(engine: ScoresAlone, again: Sample, most: int, most_alone: int) -> Iterator[Rung]:
-    """Yield how far scores move with the order of the requests, and with requests that are alone."""
-    rows = list(range(min(most, len(again.responses))))
-    some = _with_tokens(again, rows)
-    backwards = range(len(some.responses))[::-1]
-    turned = engine.score(some.part(backwards)).part(backwards)
-    yield Rung.of("engine", REVERSED, turned.engine - some.engine)
-    few = _with_tokens(again, rows[:most_alone])
-    yield Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine)
 
 
 def _plain(sides: Run) -> dict[str, Any]:

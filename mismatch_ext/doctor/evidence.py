@@ -63,7 +63,7 @@ ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
 )  # fmt: skip
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
-REVERSED, ALONE = "prompts in reverse order", "one prompt at a time"
+ALONE = "one prompt at a time"
 Cancels = Literal["", "reference", "rounding"]
 
 
@@ -115,7 +115,7 @@ class Engine:
     @property
     def by_batches(self) -> float:
         """How far its scores move with the other requests of a batch, in nats per token."""
-        return max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
+        return max((rung.mean for rung in self.rungs if rung.name == ALONE), default=0.0)
 
     def decodes_apart(self, noise: Noise | None = None) -> bool:
         """Whether its decode differs from its prefill by more than other batches and, if known, rounding explain."""

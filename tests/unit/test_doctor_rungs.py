@@ -9,7 +9,7 @@ import pytest
 from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, Block, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
@@ -18,7 +18,7 @@ LEFT = "prompts padded on the left, without position_ids"
 
 def said_by(decode: np.ndarray, prefill: np.ndarray, batches: float = 0.0) -> Engine:
     noise = np.full(64, batches)
-    rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
+    rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", ALONE, noise))
     return Engine(rungs=rungs, decode=decode, prefill=prefill)
 
 
