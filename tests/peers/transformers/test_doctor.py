@@ -81,6 +81,25 @@ def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     return taken, Scorer(load_model(model), taken, trainer_dtype="float32", engine_dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [("lm_head", "lm_head of the engine"), ("model.norm", "norm of the engine"), ("", "adds 0.35 times")],
+)
+def test_an_old_piece_and_an_adapter_at_another_scale_are_named(piece: str, said: str, tmp_path: Path) -> None:
+    new, old = (tiny_model("dense", tmp_path / f"{seed}", seed=seed, tied=False) for seed in (0, 1))
+    model, older = load_model(new), load_model(old)
+    with torch.no_grad():
+        older.get_parameter("model.norm.weight").mul_(1.1)
+        for name, parameter in model.named_parameters():
+            if name.startswith(piece):
+                parameter.lerp_(older.get_parameter(name), 1.0 if piece else 0.65)
+    older.save_pretrained(old)  # type: ignore[operator]
+    taken, trainer = as_if(new, Scorer(model, sample(96), trainer_dtype="float32", engine_dtype="float32"))
+    found = diagnose(taken, trainer.scores, of_model(trainer, [old] if piece else [], None if piece else str(old)))
+    (cause,) = found.causes
+    assert said in cause.said and found.verdict == "explained", report(found)
+
+
 @pytest.mark.parametrize(("engines", "said"), [(20, "sees 20 tokens"), (None, "sees all tokens, the trainer's 8")])
 def test_a_window_of_the_engine_that_is_wider_than_the_trainers_is_named(
     engines: int | None, said: str, tmp_path: Path
