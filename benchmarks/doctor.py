@@ -151,7 +151,9 @@ def measure(case: Case, model: Path, folder: Path) -> dict[str, Any]:
         program = ["benchmarks.other_prompts", str(others)]
     answer = out / "doctor.json" if case.command == "doctor" else out / "gate.json"
     words += ["--out", str(out)] if case.command == "doctor" else ["--json", str(answer)]
-    load, began, first, said = os.getloadavg()[0], time.perf_counter(), None, []
+    load, began = os.getloadavg()[0], time.perf_counter()
+    first: float | None = None
+    said: list[str] = []
     process = subprocess.Popen(
         [sys.executable, "-m", *program, case.command, *words],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor import command
@@ -14,8 +15,9 @@ from mismatch_ext.adapters.doctor import command
 def main() -> int:
     """Run a command whose engine is asked the prompts of a file, in their order."""
     lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    command.examine = partial(command.examine, seen=[json.loads(line)["prompt_ids"] for line in lines])
-    return cli.main(sys.argv[2:])
+    seen = [json.loads(line)["prompt_ids"] for line in lines]
+    with patch.object(command, "examine", partial(command.examine, seen=seen)):
+        return cli.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

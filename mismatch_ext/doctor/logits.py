@@ -155,7 +155,8 @@ class LogitTable:
         else:
             parts = [change(self.logits[rows].double()).logsumexp(-1) for rows in chunks(self.logits)]
             normalizers = torch.cat(parts).numpy()
-        return change(torch.from_numpy(self.logit)).numpy() - _placed(normalizers, self.places, len(self.logit))
+        chosen = change(torch.from_numpy(self.logit)).numpy()
+        return np.asarray(chosen - _placed(normalizers, self.places, len(self.logit)))
 
     @cached_property
     def _bins(self) -> tuple[Tensor, Tensor]:
