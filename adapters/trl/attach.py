@@ -35,10 +35,11 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RecordError, WeightSyncError
+from mismatch_ext.errors import ConfigError, RecordError, SeamError, WeightSyncError
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import RolloutRecord
+from mismatch_ext.versions import PEERS, installed
 
 
 def attach(trainer: GRPOTrainer | RLOOTrainer) -> Attached:
@@ -185,6 +186,12 @@ class Attached(TrainerRun):
         }
         if self.checked is not None:
             ours |= {"_generate": self.generated, "_generate_and_score_completions": self.make_batch}
+        gone = [name for name in ours if not hasattr(self.trainer, name)]
+        if gone:
+            raise SeamError(
+                f"trl {installed('trl')}: {type(self.trainer).__name__} has no {' and no '.join(gone)}, which are measured through; "
+                f"install a version that was run (pip install trl=={PEERS['trl'].nearest(installed('trl'))})."
+            )
         for name, method in ours.items():
             setattr(self.trainer, name, partial(method, getattr(self.trainer, name)))
 

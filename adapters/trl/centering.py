@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.accelerate.sharded import is_sharded
 from mismatch_ext.adapters.transformers.scoring import logits_width
+from mismatch_ext.adapters.trl.aggregation import token_weights
 from mismatch_ext.adapters.trl.refusals import Row
 from mismatch_ext.adapters.trl.rows import STEPS, Rows, RowTable, find_in, row_key, row_keys, rows_of_batch
 from mismatch_ext.adapters.vllm.heads import expect_top_k
@@ -253,7 +254,7 @@ class Centering:
         if self._only_measured:
             return loss
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
-        weights = self.run.objective.weigh_tokens(model, inputs).to(terms.dtype) * self._slope()
+        weights = token_weights(self.trainer, inputs).to(terms.dtype) * self._slope()
         centered: Tensor = loss + (weights * advantages * terms).sum()
         return centered
 

@@ -246,7 +246,10 @@ def check_peers(
     if use_vllm:
         circumstances = {"vllm": True, "cpu": on_cpu_build(), "server": server, "tools": stitches}
         using |= {name for name, here in circumstances.items() if here}
-    compat.check(peers, block.features, using)
+    features = list(block.features)
+    if block.correction is not None and resolve(block.correction).centering is not None:
+        features.append("correction.centering")  # reads the fused head
+    compat.check(peers, features, using)
 
 
 def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:

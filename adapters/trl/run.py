@@ -24,9 +24,7 @@ from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
     CorrectionTerm,
-    baseline_shift,
     clips_engine_ratio,
-    coarse_engine,
     native_options,
     phantom,
 )
@@ -63,7 +61,7 @@ from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch, digest_of
-from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
+from mismatch_ext.precision.audit import HEAD_UNREAD, audit
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
@@ -218,7 +216,7 @@ class TrlRun(TrainerRun):
         trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
     def _warn_of_settings(self) -> None:
-        trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
+        loss_type = getattr(self.trainer, "loss_type", "")
         if self.readiness is not None:
             self.warn(READINESS, self.readiness)
         if self.audit_report is not None and HEAD_UNREAD in self.audit_report.unread:
@@ -229,12 +227,6 @@ class TrlRun(TrainerRun):
             )
         if self.reads_more is not None:
             self.warn("trl_loss", self.reads_more)
-        settings = None if self.correction is None else self.correction.settings
-        if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
-            engine: EngineReading = self.readings["engine"]
-            coarse = coarse_engine(self.compute_dtype, engine.model_dtype, engine.quantization)
-            if coarse is not None:
-                self.warn("phantom_clip", coarse)
         if loss_type in ("grpo", "sapo"):
             ragged = ragged_bias(self.block.kl, f"loss_type={loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
             if ragged is not None:
@@ -294,8 +286,8 @@ class TrlRun(TrainerRun):
 
     def loss(self, host: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a micro-batch as TRL does, with the block's terms."""
-        with self.scoring.of_loss(inputs) as known:
-            return self.centering.added(self.objective.loss, host, model, known, *args, **kwargs)
+        with self.scoring.of_loss(inputs):
+            return self.centering.added(self.objective.loss, host, model, inputs, *args, **kwargs)
 
     def learning_rate(self, host: Callable[..., float], *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
@@ -421,8 +413,6 @@ class TrlRun(TrainerRun):
         if self.correction is not None:
             settings = self.correction.settings
             figures = self.correction.apply(output, old, sampled)
-            if (shift := baseline_shift(output, sampled, self.ranks)) is not None:
-                figures = figures | {"rejected_adv_shift": shift}
             self.note(**figures)
         self.note_weights(output, sampled)
         if trainer.model.training and isinstance(trainer, GRPOTrainer):
