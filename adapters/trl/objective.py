@@ -14,11 +14,9 @@ import torch
 from mismatch_ext.adapters.trl.aggregation import mask_of_loss, token_weights
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.rows import rows_of_batch
 from torch import Tensor
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
@@ -61,7 +59,7 @@ class Objective:
     def __init__(self, run: TrlRun) -> None:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
-        self.losses = 0  # that came through `loss`
+        self.losses = 0  # that came through `loss` since the last step
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -76,7 +74,7 @@ class Objective:
 
     def begin_anew(self) -> None:
         """Forget an earlier training."""
-        self._kl_step = None
+        self._kl_step, self.losses = None, 0
 
     def penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return the KL penalty of each fresh completion, from TRL's passes over its tokens."""
@@ -118,7 +116,7 @@ class Objective:
         penalties: list[float] = terms.reward.sum(-1).masked_fill(~finite, torch.nan).tolist()
         return penalties
 
-    def follow_batch(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:
+    def give_baseline(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:
         """Give the rows of a batch their baseline, and its KL to the controller."""
         term, run = self.run.kl, self.run
         if term is None or not term.coef:
@@ -153,9 +151,14 @@ class Objective:
         if reinforces:
             self._expect_trls_advantages(host)
             given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-        # TRL's own term is off while the block's stands in its place.
-        with overridden(self.trainer, beta=self.trainer.beta if kl is None else 0.0):
+        beta = self.trainer.beta
+        if kl is not None:
+            self.trainer.beta = 0.0  # TRL's own term is off while the block's stands in its place
+        try:
             loss = self._weighed(host, model, given, *args, **kwargs)
+        finally:
+            if kl is not None and self.trainer.beta == 0.0:  # otherwise a user's loss has set another
+                self.trainer.beta = beta
         if kl is not None and not kl.config.in_loss and not reinforces:
             self._log_kl_of_rewards(kl, model, inputs)
             return loss
@@ -251,12 +254,14 @@ class Objective:
 
     # That the loss which is stepped is this one.
 
-    def refuse(self) -> None:
-        """Raise if there are sections that a loss which did not come through `loss` would leave out."""
-        if self.sections:
-            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
-        if self.run.scoring.sections:
-            raise self.run.scoring.refusal()
+    def expect_losses(self) -> None:
+        """Refuse an optimizer step if the loss of a micro-batch did not come through `loss`: a subclass may make its own."""
+        losses, self.losses = self.losses, 0
+        if losses < self.trainer.current_gradient_accumulation_steps:
+            if self.sections:
+                raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
+            if self.run.scoring.sections:
+                raise self.run.scoring.refusal()
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
@@ -271,16 +276,3 @@ class Objective:
 def _is_users(host: Loss) -> bool:
     """Tell whether a loss is a user's, between TRL's and ours."""
     return getattr(host, "__func__", host) is not GRPOTrainer._compute_loss
-
-
-class LossCallback(TrainerCallback):
-    """Refuses an optimizer step if a micro-batch's loss did not come through `Objective.loss`: a subclass may make its own."""
-
-    def __init__(self, objective: Objective) -> None:
-        self._objective, self._stepped = objective, 0
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Refuse the step, or begin anew for the next one."""
-        losses, self._stepped = self._objective.losses - self._stepped, self._objective.losses
-        if losses < self._objective.trainer.current_gradient_accumulation_steps:
-            self._objective.refuse()

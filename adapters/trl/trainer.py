@@ -10,7 +10,7 @@ from mismatch_ext.adapters.trl.attach import Attached
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
-from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
+from mismatch_ext.adapters.trl.refusals import STITCHING, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from transformers import TrainingArguments
@@ -70,7 +70,7 @@ class MismatchTrainerMixin(_Host):
                 )
             super().__init__(model, *args, **kwargs)
             return
-        refuse(TRAINERS, type(self), block)
+        refuse("class", type(self), block)
         if not block.acts:
             with applied(*_uncompiled(config)) as patches:
                 super().__init__(model, *args, **kwargs)
