@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,7 @@ from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_side
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error, number_of_training, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import RolloutRecord, SamplingSettings, expect_present, one_provenance
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings, expect_present
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.versions import installed
@@ -512,18 +511,15 @@ class TrainerRun:
             bad: Takes the bad rows; one of other tokens has None for its rollout.
 
         Raises:
-            RecordError: All rollouts are of other weights or of other tokens, or they come from different engines.
+            RecordError: All rollouts are of other weights or of other tokens.
         """
         records = batch.records
         if self.checked is None:
             return batch.records_of(output, bad)
         version = self.checked.weight_version
-        one_engine = [replace(record.provenance, weight_version=version) for record in records]
-        if records:
-            one_provenance((f"row {row}", origin) for row, origin in enumerate(one_engine))
-            present = [record.provenance.weight_version == version for record in records]
-            if not any(present) and len(records) >= FEW:
-                expect_present(records[0].provenance, version)
+        present = [record.provenance.weight_version == version for record in records]
+        if not any(present) and len(records) >= FEW:
+            expect_present(records[0].provenance, version)
         found = batch.records_of(output, bad)
         judge_records(bad, found, version)
         return found

@@ -87,14 +87,14 @@ class Objective:
         def is_of(scored: Scored) -> bool:
             return scored.is_of_rows(prompts, completion_ids)
 
-        reference = batch.of_reference(is_of)
+        reference = batch.first_pass(is_of, reference=True)
         if reference is None:
             raise ConfigError(
                 f"mismatch.kl.reward_path='rewards' with {type(trainer).__name__}: no pass of the reference is of the prompts "
                 "and completions that are rewarded; something changes them after they are generated. Use "
                 "reward_path='surrogate'."
             )
-        policy = batch.of_policy(trainer.model, is_of)
+        policy = batch.first_pass(lambda scored: scored.model is trainer.model and is_of(scored))
         if policy is None:
             with torch.no_grad(), forked_rng(reference.tokens.device):
                 old = trainer._get_per_token_logps_and_entropies(

@@ -124,10 +124,6 @@ class RolloutPass:
             raise RecordError(bad.faults[0].message)
         return found
 
-    def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
-        """Return the first pass of the policy over some tokens, or None."""
-        return next((one for one in self.scored if one.model is model and not one.reference and is_of(one)), None)
-
-    def of_reference(self, is_of: Callable[[Scored], bool]) -> Scored | None:
-        """Return the first pass of the reference over some tokens, or None."""
-        return next((one for one in self.scored if one.reference and is_of(one)), None)
+    def first_pass(self, is_of: Callable[[Scored], bool], *, reference: bool = False) -> Scored | None:
+        """Return the first pass of the policy, or of the reference, over some tokens; None if there was none."""
+        return next((one for one in self.scored if one.reference == reference and is_of(one)), None)

@@ -431,7 +431,7 @@ class TrlRun(TrainerRun):
         batch = self.rollouts
         if batch is not None and batch.scored:
             rows = rows_of_batch(output)
-            own = batch.of_policy(self.trainer.model, lambda scored: scored.is_of(*rows))
+            own = batch.first_pass(lambda scored: scored.model is self.trainer.model and scored.is_of(*rows))
             if own is not None:
                 return own.scores[0]  # the host's, which returns their sums only
         return self.score_again(output) if batch is None or batch.policy is None else batch.policy
