@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
-from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError, shown
 from mismatch_ext.events import ALARM
 from mismatch_ext.growth import GROWTH_FLOOR, Growth, grown
@@ -246,6 +245,9 @@ def _run(source: Path, read: _Rows) -> RunData:
 
 def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: HostNames) -> Iterable[EventRecord]:
     """Yield the built-in alarms over the logs of training as the events of a run with this package."""
+    # A report of our own log does without the config's models, which take a tenth of a second to import.
+    from mismatch_ext.config import MonitorConfig
+
     rules, alarms, growth = rules_of(MonitorConfig(), names), AlarmState(), Growth()
     for (split, step), metrics in steps.items():
         if split != "train":

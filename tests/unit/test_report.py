@@ -14,14 +14,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import plotly.offline
+import plotly.graph_objects
 import pytest
 
 from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log_reading import RunData, read_run
-from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
+from mismatch_ext.report import build, judge_all, level_of, load_runs, page as report_page, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.findings import side_dtype
 from mismatch_ext.report.levels import HEALTHY_ABS_DIFF, SAME_ABS_DIFF
@@ -72,7 +72,7 @@ class Page(HTMLParser):
 def rendered(run_dir: Path) -> Page:
     """Render with a stand-in for the five megabytes of plotly.js."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plotly.offline, "get_plotlyjs", lambda: "/* plotly.js v0 */")
+        patch.setattr(report_page, "plotly_js", lambda: "/* plotly.js v0 */")
         return Page(build(run_dir).path)
 
 
@@ -121,6 +121,8 @@ def test_the_file_loads_nothing_and_inlines_plotly_once(page: Page) -> None:
     assert page.csp.startswith("default-src 'none'") and "http" not in page.csp
     assert "@import" not in page.source.split("</style>")[0]
     assert page.source.count("plotly.js v") == 1
+    for plot in page.plots.values():
+        plotly.graph_objects.Figure(plot)  # knows every key and its values
     assert Path(build.__code__.co_filename).parent.joinpath("template.html.j2").is_file()
 
 
@@ -372,7 +374,7 @@ def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
 
 def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = flat_run(tmp_path / "run", 0.01)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(PeerVersionError, match=r"pip install .plotly>=6."):
         build(run)
 
