@@ -6,8 +6,6 @@ import html
 import json
 import math
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
@@ -21,7 +19,8 @@ from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log_reading import RunData, read_run
-from mismatch_ext.report import build, judge_all, level_of, load_runs, page as report_page, summarize, verdict
+from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
+from mismatch_ext.report import page as report_page
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.findings import side_dtype
 from mismatch_ext.report.levels import HEALTHY_ABS_DIFF, SAME_ABS_DIFF
@@ -457,26 +456,3 @@ def test_experts_are_blamed_only_where_there_are_some(model_type: str, blamed: b
     said = say(flat_run(tmp_path, 0.004, k3=4e-3, name="fp16", run={"name": "fp16", "model_type": model_type}))
     assert "Few tokens carry the gap" in said
     assert ("as when experts flip" in said) == blamed
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = "--headless=new --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom --allow-file-access-from-files"
-# A window is never narrower than 500 pixels, a frame in it may be. Width of its page, right edge and number of plots: the title.
-FRAME = """<body><iframe src="{url}" width="400" height="900" style="border: 0" onload="setTimeout(() => {{
-  const page = contentDocument, plots = [...page.querySelectorAll('.main-svg')];
-  const widest = Math.max(...plots.map((plot) => Math.ceil(plot.getBoundingClientRect().right)));
-  document.title = [page.documentElement.scrollWidth, widest, plots.length].join(' ');
-}}, 5000)"></iframe></body>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_browser_draws_the_page_within_a_phones_width_and_reports_no_error(tmp_path: Path) -> None:
-    framed = tmp_path / "framed.html"
-    framed.write_text(FRAME.format(url=build(write_run(tmp_path / "run", "bf16")).path.as_uri()), encoding="utf-8")
-    own = ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path / 'profile'}", framed.as_uri()]
-    done = subprocess.run([str(CHROMIUM), *FLAGS.split(), *own], capture_output=True, encoding="utf-8", timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout)
-    assert found is not None, done.stdout
-    page_width, widest, plots = map(int, found.groups())
-    assert page_width <= 400 and widest <= 400 and plots > 10
