@@ -279,14 +279,6 @@ def test_logs_of_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     assert list(load_runs(tmp_path / "mixed")) == ["a", "b", "fp16"]
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = verl_log(tmp_path / "live.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
-    with path.open("a") as log:
-        log.write('{"step": 6, "data": {"rollo')
-    (run,) = load_runs(path).values()
-    assert run.last_step == 5 and "line 6 is torn" in run.problems[1]
-
-
 def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_path: Path) -> None:
     for name, text in (("empty.jsonl", ""), ("trainer_state.json", '{"log_history": []}')):
         (tmp_path / name).write_text(text)
