@@ -138,6 +138,7 @@ LEVELS = {
     "partly": "large",
     "unexplained": "large",
     "other_trainer": "large",
+    "trainer_alone": "large",
     "within the threshold": "small",
 }
 """Colors of the doctor's verdicts."""
