@@ -71,7 +71,7 @@ class Why:
     # Name, share, how sure it is, lines to change in each host.
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
-    verdict: str  # "clean", "explained", "partly", "unexplained", "other_trainer", "trainer_alone" or "within the threshold"
+    verdict: str  # of `Diagnosis`, or "within the threshold"
     sentence: str  # the verdict as the doctor prints it
     # The engine's error in units of the trainer's own; None if that is too small to be a unit, or of another trainer.
     rounding: float | None = None
