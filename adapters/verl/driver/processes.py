@@ -16,13 +16,12 @@ from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
     RolloutAnswer,
     check_reports,
-    check_vocabulary,
     engine_answers,
 )
 from mismatch_ext.adapters.verl.driver.servers import is_servers_own, read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 from mismatch_ext.adapters.verl.refusals import SYNC
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
@@ -55,7 +54,6 @@ class Processes:
         self._find_replicas: Callable[[], Sequence[Any]] = tuple
         self._probes: torch.Tensor | None = None
         self._checked: Checked | None = None
-        self._surplus: Mapping[str, Any] | None = None
 
     @property
     def replicas(self) -> Sequence[Any]:
@@ -71,10 +69,6 @@ class Processes:
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
         self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._checks)
-        # Asked apart, once no rank has failed: the pass takes all of them.
-        with self._checks.checking("vocabulary"):
-            self._surplus = workers.mismatch_vocabulary(self._probes.tolist(), len(tokenizer))[0]
-            check_vocabulary(self._surplus)
 
     def _read(self) -> Any:
         return read_rollouts(self.replicas, self._block, ANSWER_TIMEOUT)
@@ -145,15 +139,9 @@ class Processes:
         """Open the metrics file, and say what is active, in which peer, and how; step 0 begins a run."""
         self.log.sampled_with(self._scored_sampling)
         self.log.begin(step or None)
-        checked, surplus = self._checked, self._surplus
+        checked = self._checked
         for message in [] if checked is None else checked.readiness:
             self.event("warning", READINESS, message)
-        if surplus is not None:
-            count = surplus["model_size"] - surplus["tokenizer_size"]
-            self.event("info", "vocabulary", f"{count} ids of the model are not in its tokenizer.", dict(surplus))
-        if OmegaConf.select(self._config, "actor_rollout_ref.model.use_fused_kernels"):
-            message = "use_fused_kernels: how probable ids are that the tokenizer does not have is not measured."
-            self.event("warning", "vocabulary", message)
         if bypasses(self._config):
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self.event("warning", "bypass", message)

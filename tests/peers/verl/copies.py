@@ -49,15 +49,10 @@ HARMFUL: dict[str, tuple[Change, str, str]] = {
         "mismatch.sampling_mask and mismatch.routing.mode='R2'",
         "lays [3, 4,",
     ),
-    "another mean of the loss": (
-        replaced(ALGOS, ("/ batch_num_tokens * dp_size", "/ batch_num_tokens * dp_size * 2")),
-        "mismatch.kl",
-        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
-    ),
     "weights that the loss leaves out": (
         replaced(ALGOS, ("        pg_losses = pg_losses * rollout_is_weights", "        pass")),
-        "mismatch.kl",
-        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
+        "actor_rollout_ref.actor.policy_loss.loss_mode='vanilla' with mismatch.correction",
+        "has tokens with the same slope for two weights",
     ),
     "micro-batches that are run past forward_step": (
         replaced(ENGINE, ("self.forward_step(micro_batch,", "FSDPEngineWithLMHead.forward_step(self, micro_batch,")),

@@ -43,11 +43,7 @@ class Workers:
         self.asked.append("report")
         return [self.report]
 
-    def mismatch_vocabulary(self, token_ids: Any, tokenizer_size: int) -> list[Any]:
-        self.asked.append("vocabulary")
-        return [None]
-
-    def mismatch_update_lr(self, *earlier: Any, **statistics: float) -> list[dict[str, float]]:
+    def mismatch_update_lr(self, **statistics: float) -> list[dict[str, float]]:
         self.asked.append(f"update_lr {statistics['response_length']:.2f}")
         return [{"lr_multiplier": 1.0}]
 
