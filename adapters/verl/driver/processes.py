@@ -132,7 +132,12 @@ class Processes:
 
     def check_refused(self, what: str, step: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Raise EngineError if a rollout server refused answers, because verl only drops them; `what` was sampled for a step."""
-        if refused := refused_answers(self.replicas, timeout):
+        try:
+            refused = refused_answers(self.replicas, timeout)
+        except EngineError as error:  # a server that is busy keeps what it refused until the next question
+            self.event("warning", "refusals", f"{what} of step {step}: {error}")
+            return
+        if refused:
             raise EngineError(f"{what} of step {step}: {refused}")
 
     def announce(self, step: int) -> None:

@@ -53,7 +53,7 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.checks import Checks, FailedCheck
 from mismatch_ext.config import KlConfig, MismatchConfig, Trigger
 from mismatch_ext.correction import masked_sums_of
-from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError, WeightSyncError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import leading_statistics, numerics_statistics
@@ -176,8 +176,21 @@ class MismatchTrainer(_Host):
             self._processes.follow_weights(self.global_steps)
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
-                self._weights.verify(stepped=self._actor_updated)
+                self._verify_weights()
         self._actor_updated = False
+
+    def _verify_weights(self) -> None:
+        """Check what the rollout servers have; the actor's weights are right all the same, and are saved before an error."""
+        assert self._weights is not None
+        try:
+            self._weights.verify(stepped=self._actor_updated)
+        except WeightSyncError as error:
+            if self._checks.acts and self._saved_step != self.global_steps:
+                try:
+                    self._save_now()
+                except Exception as unsaved:
+                    raise error from unsaved
+            raise
 
     def on_validate_end(self, *args: Any, **kwargs: Any) -> None:
         with self._checks.checking("rollouts"):
@@ -450,13 +463,17 @@ class MismatchTrainer(_Host):
     def _stop(self) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
         if self._saved_step != self.global_steps:
-            # Free the memory of servers that share the trainer's devices, as verl does before it saves.
-            if self.trainer_mode != SYNC:
-                self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
-            self.checkpoint_manager.sleep_replicas()
-            self._save_checkpoint()
+            self._save_now()
         self._log.saved(self._folder(self.global_steps))
         self.total_training_steps = self.global_steps
+
+    def _save_now(self) -> None:
+        """Save a checkpoint while the rollout servers are awake."""
+        # Free the memory of servers that share the trainer's devices, as verl does before it saves.
+        if self.trainer_mode != SYNC:
+            self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
+        self.checkpoint_manager.sleep_replicas()
+        self._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
         """Train as verl does, and write how the run ended."""

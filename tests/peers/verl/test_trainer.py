@@ -40,3 +40,8 @@ def test_verl_takes_no_step_on_a_batch_whose_rows_are_all_bad(run: Run) -> None:
     taken = {"updates": 2, "stepped": [True, False]}
     not_taken = {"updates": 0, "stepped": [False, False]}
     assert found == {"one is good": taken, "none is good": not_taken, "only measured": taken}
+
+
+def test_weights_that_did_not_arrive_end_a_run_with_a_checkpoint_of_the_actors(run: Run) -> None:
+    error = "WeightSyncError: stale"
+    assert run(scenarios.saved_before_an_error).expect() == [error, "sleep", "save", error]

@@ -99,7 +99,7 @@ def settings_of_requests() -> list[str]:
         conversation = Conversation()
         conversation.note_settings(given)
         rows = [("key", {SETTINGS: conversation.settings})]
-        with mock.patch.object(batch_checks, "_extra_fields", return_value=iter(rows)):
+        with mock.patch.object(batch_checks, "extra_fields", return_value=iter(rows)):
             found.append(refused(batch_checks.check_settings, None, 1, expected, 1.0 if given else 1.1))
     return found
 

@@ -16,7 +16,9 @@ from omegaconf import DictConfig, open_dict
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import read_rollouts
+from mismatch_ext.errors import WeightSyncError
 from tests.peers.verl.in_process.losses import host_config
+from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
 from tests.peers.verl.recorded import recorded
 
@@ -79,6 +81,33 @@ def batches_without_good_rows() -> dict[str, Any]:
             driver._update_weights(lambda: None)
         found[name] = {"updates": len(driver.extra), "stepped": list(told)}
     return found
+
+
+def saved_before_an_error() -> list[Any]:
+    """Return what a run saves, of steps 3 and 3 again, before the error about weights that did not arrive, and its error."""
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
+
+    def wrong(*, stepped: bool) -> None:
+        raise WeightSyncError("stale")
+
+    kind: Any = type("Trainer", (MismatchTrainer, StandIn), {})
+    driver, done = object.__new__(kind), list[Any]()
+    driver._checks, driver.trainer_mode, driver.global_steps = Checks(True, lambda: 3), "sync", 3
+    driver._processes = SimpleNamespace(follow_weights=lambda step: None)
+    driver._weights, driver._actor_updated, driver._saved_step = SimpleNamespace(look=list, verify=wrong), True, 2
+    driver.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("sleep"))
+
+    def save() -> None:
+        done.append("save")
+        driver._saved_step = 3
+
+    driver._save_checkpoint = save
+    return [
+        refused(driver._update_weights, lambda: None),
+        *done,
+        refused(driver._update_weights, lambda: None),
+        *done[2:],
+    ]
 
 
 class StandIn:
