@@ -14,11 +14,10 @@ import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
-    RolloutAnswer,
     check_reports,
     engine_answers,
 )
-from mismatch_ext.adapters.verl.driver.servers import is_servers_own, read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 from mismatch_ext.adapters.verl.refusals import SYNC
 from omegaconf import DictConfig
@@ -27,7 +26,7 @@ from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
-from mismatch_ext.events import SYNC_UNANSWERED, WEIGHTS_UNVERIFIED
+from mismatch_ext.events import WEIGHTS_UNVERIFIED
 from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import VERL
@@ -74,21 +73,15 @@ class Processes:
         return read_rollouts(self.replicas, self._block, ANSWER_TIMEOUT)
 
     def follow_weights(self, step: int) -> None:
-        """Ask every rollout server which weights it has after the update of a step; raises RecordError if these are others.
+        """Note which weights the rollout servers were sent; after the first update, ask each of them.
 
-        After the first update, a server that does not answer is only told of: each rollout says itself which weights sampled it.
+        Later each rollout says itself which weights sampled it, and probes show whether they arrived.
         """
-        answers = dict(enumerate(self._read()))
         present = self.origins.present
-        if present is not None:
-            # Until it answers, a server counts as one that has the weights that it was sent.
+        if present is None:
+            self.origins.sent(step, engine_answers(enumerate(self._read())))
+        else:
             self.origins.present = replace(present, weight_version=step)
-            for number in [number for number, answer in answers.items() if _is_silent(answer)]:
-                error = answers.pop(number).failure
-                message = f"rollout server {number} does not say which weights it has: {type(error).__name__}: {error}"
-                self.event("warning", SYNC_UNANSWERED, message)
-        if answers:
-            self.origins.sent(step, engine_answers(answers.items()))
 
     def weights(self, resumed: Mapping[str, Any] | None) -> RolloutWeights | None:
         """Return the check of weight updates, which goes on from a checkpoint's state; None where they are not verified."""
@@ -219,10 +212,6 @@ class Processes:
         """Print an event's message, and write the event into the run's metrics file."""
         say_in_run(f"mismatch-ext: {message}")
         self.log.event(level, name, message, data)
-
-
-def _is_silent(answer: RolloutAnswer) -> bool:
-    return answer.failure is not None and is_servers_own(answer.failure)
 
 
 def bypasses(config: DictConfig) -> bool:
