@@ -8,7 +8,7 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -170,20 +170,22 @@ class MismatchTrainer(_Host):
         """Ask the actor what it scores while the rollout sleeps, update as verl does, and ask every server what it has."""
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
+                self._save_if_wrong(self._weights.settle)
+        with self._checks.checking("weight_sync"):
+            if self._weights is not None:
                 self._weights.look()
         update()
         with self._checks.checking("records"):
             self._processes.follow_weights(self.global_steps)
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
-                self._verify_weights()
+                self._save_if_wrong(partial(self._weights.verify, stepped=self._actor_updated))
         self._actor_updated = False
 
-    def _verify_weights(self) -> None:
-        """Check what the rollout servers have; the actor's weights are right all the same, and are saved before an error."""
-        assert self._weights is not None
+    def _save_if_wrong(self, judge: Callable[[], None]) -> None:
+        """Judge what the rollout servers have; the actor's weights are right all the same, and are saved before an error."""
         try:
-            self._weights.verify(stepped=self._actor_updated)
+            judge()
         except WeightSyncError as error:
             if self._checks.acts and self._saved_step != self.global_steps:
                 try:

@@ -63,7 +63,7 @@ def batches_without_good_rows() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     told: list[bool] = []
-    weights = SimpleNamespace(look=lambda: None, verify=lambda *, stepped: told.append(stepped))
+    weights = SimpleNamespace(settle=list, look=list, verify=lambda *, stepped: told.append(stepped))
     for name, count, acts in (("one is good", 5, True), ("none is good", 6, True), ("only measured", 6, False)):
         driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
         driver._block, driver._kl = MismatchConfig(), None
@@ -94,7 +94,11 @@ def saved_before_an_error() -> list[Any]:
     driver, done = object.__new__(kind), list[Any]()
     driver._checks, driver.trainer_mode, driver.global_steps = Checks(True, lambda: 3), "sync", 3
     driver._processes = SimpleNamespace(follow_weights=lambda step: None)
-    driver._weights, driver._actor_updated, driver._saved_step = SimpleNamespace(look=list, verify=wrong), True, 2
+    driver._weights, driver._actor_updated, driver._saved_step = (
+        SimpleNamespace(settle=list, look=list, verify=wrong),
+        True,
+        2,
+    )
     driver.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("sleep"))
 
     def save() -> None:

@@ -105,6 +105,7 @@ def updated(checked: Any, workers: Workers, held: float, *servers: Server, sent:
     workers.held = [held] * len(workers.held)
 
     def update() -> None:
+        checked.settle()
         checked.look()
         for server in servers:
             server.held = held if sent is None else sent
@@ -162,7 +163,8 @@ def in_flight() -> None:
         _until_answered(checked)
         assert updated(checked, workers, 0.31, server, sent=50.0) == NOTHING
         _until_answered(checked)
-        assert refused(checked.look).startswith("WeightSyncError: ")
+        assert refused(checked.settle).startswith("WeightSyncError: ")
+        assert refused(checked.look) == NOTHING
         # The answer came after the next update, so nothing is known; then the garbled one is found before the one after it.
         assert kinds(said) == [UNKNOWN, ("error", "weight_sync")]
         # A run that only measures goes on: its next update is judged, by the end of training at the latest.
@@ -193,7 +195,7 @@ def one_silent() -> None:
         assert unknown is None and judged.gap_mean < 1e-9
         assert updated(checked, workers, 0.31, silent, fast, sent=50.0) == NOTHING
         checked._pending.questions[1].join(30)
-        assert refused(checked.look).startswith("WeightSyncError: weight update 4: garbled.")
+        assert refused(checked.settle).startswith("WeightSyncError: weight update 4: garbled.")
         silent.gate.set()
     assert kinds(said) == [UNKNOWN] * 3 + [("error", "weight_sync")]
 
