@@ -44,11 +44,6 @@ HARMLESS: dict[str, Change] = {
 """By name, what changes nothing that we depend on."""
 
 HARMFUL: dict[str, tuple[Change, str, str]] = {
-    "rows dropped by prepare_model_inputs": (
-        replaced(ENGINE, ('"input_ids": input_ids_rmpad,', '"input_ids": input_ids_rmpad[:, :-1],')),
-        "mismatch.sampling_mask and mismatch.routing.mode='R2'",
-        "lays [3, 4,",
-    ),
     "weights that the loss leaves out": (
         replaced(ALGOS, ("        pg_losses = pg_losses * rollout_is_weights", "        pass")),
         "actor_rollout_ref.actor.policy_loss.loss_mode='vanilla' with mismatch.correction",

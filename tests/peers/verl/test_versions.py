@@ -40,5 +40,3 @@ def test_a_newer_version_that_does_something_else_is_refused_by_what_was_seen(
     change, section, seen = HARMFUL[name]
     refused, *_ = on_copy(run, moe, tmp_path / "copy", change)["refused"]
     assert refused.startswith(section) and seen in refused
-    # What is seen at the start is advised on; what a pass shows may also be an override of the user's own.
-    assert ("pip install verl==0.9.1" in refused) != ("forward_step" in seen)
