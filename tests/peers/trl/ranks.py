@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`."""
+"""Two ranks: forks that have imported the peers, or processes under `accelerate launch` where it says how weights are sharded."""
 
 from __future__ import annotations
 
@@ -10,35 +10,41 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.peers.scenarios import ROOT, Ran, Scenario
+from tests.peers.scenarios import ROOT, Ran, Run, Scenario, named
 
-# accelerate runs a single process for `--cpu`; `--multi_gpu` is its name for torchrun, and the script says what it runs on.
-KINDS = {
-    "ddp": ["--multi_gpu"],
-    "fsdp2": [
-        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-        # TRL shards its reference model as rank 1 has loaded it, which with accelerate's default is not at all.
-        *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
-    ],
-}
-ACCELERATE = [
+scenarios = named("tests.peers.trl.scenarios_ranks")
+
+FSDP2 = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    # TRL shards its reference model as rank 1 has loaded it, which with accelerate's default is not at all.
+    *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
 ]
 
 
-def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload: Any) -> Ran:
-    """Run a scenario on two ranks."""
+def launch(
+    run: Run,
+    kind: str,
+    scenario: Scenario,
+    out: Path,
+    limit: int = 300,
+    env: dict[str, str] | None = None,
+    **payload: Any,
+) -> Ran:
+    """Run a scenario on two ranks, with "ddp" or "fsdp2"; variables are those that are read when the peers are imported."""
     given = {"out": str(out), "limit": limit, **payload}
+    if kind == "ddp":
+        forked = {"module": scenario.module, "name": scenario.name, **given}
+        return run(scenarios.on_two, timeout=limit + 60, env=env, fresh=bool(env), **forked)
     command = [
-        *ACCELERATE,
-        *KINDS[kind],
+        *FSDP2,
         "--module",
         scenario.module,
         scenario.name,
         json.dumps(given, default=str),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
