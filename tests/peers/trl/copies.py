@@ -42,6 +42,16 @@ def replaced(file: str, *pairs: tuple[str, str]) -> Change:
     return change
 
 
+def together(*changes: Change) -> Change:
+    """Return a change that makes several, in their order."""
+
+    def change(root: Path) -> None:
+        for one in changes:
+            one(root)
+
+    return change
+
+
 def _methods(text: str, names: tuple[str, ...]) -> Iterator[ast.FunctionDef]:
     """Yield the functions of these names, the last one of the file first, so that edits leave the others where they are."""
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in names]
@@ -103,14 +113,13 @@ HELPER = (
 )
 OUTPUT = '            "num_items_in_batch": num_items_in_batch,\n'
 
-HARMLESS: dict[str, Change] = {
-    "docstrings and comments": documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
-    "a keyword argument in each method": with_argument(TOUCHED),
-    "a helper out of the loss": replaced(
-        TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)
-    ),
-}
-"""By name, what changes nothing that we depend on."""
+HARMLESS = together(
+    # A helper out of the loss.
+    replaced(TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)),
+    documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
+    with_argument(TOUCHED),
+)
+"""Changes nothing that we depend on."""
 
 NEW_RATIO = (
     '        if inputs.get("top_p_ratio") is not None:\n'

@@ -26,9 +26,6 @@ scenarios = named("tests.peers.trl.scenarios_versions")
 DAPO = "dapo"
 BOTH = {"kl": {"coef": 0.1}, "correction": {"preset": "tis"}}
 CHANGED = tomllib.loads((ROOT / "tests/data/trl/changed_losses.toml").read_text(encoding="utf-8"))["changed"]
-SLOW: dict[str, Any] = {
-    name: pytest.mark.nightly if name == "a keyword argument in each method" else () for name in HARMLESS
-}
 
 
 def test_overrides_pass_on_what_a_later_release_adds() -> None:
@@ -118,11 +115,10 @@ def test_a_loss_is_examined_in_the_hosts_memory_whatever_the_default_device_is()
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
 def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warning(
-    run: Run, moe: Path, tmp_path: Path, name: str
+    run: Run, moe: Path, tmp_path: Path
 ) -> None:
-    copy = str(copied(tmp_path / "copy", HARMLESS[name]))
+    copy = str(copied(tmp_path / "copy", HARMLESS))
     run(
         scenarios.newer, fresh=True, env={"PYTHONPATH": copy}, model=moe, out=tmp_path / "run", copy=copy, timeout=300
     ).expect()
