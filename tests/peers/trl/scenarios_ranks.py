@@ -385,17 +385,16 @@ def overflow_on_one(trainer: Any, scales: list[Any]) -> None:
 def on_two(module: str, name: str, limit: int, **payload: Any) -> None:
     """Run a scenario of a module on two forks of this process."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    on_ranks(
-        _on_rank, 2, limit + 30, scenario=getattr(importlib.import_module(module), name), limit=limit, payload=payload
-    )
+    scenario = getattr(importlib.import_module(module), name)
+    on_ranks(_on_rank, 2, limit + 30, scenario=scenario, seconds=limit, given=payload)
 
 
-def _on_rank(scenario: Callable[..., None], limit: int, payload: dict[str, Any]) -> None:
-    faulthandler.dump_traceback_later(limit, exit=True)
+def _on_rank(scenario: Callable[..., None], seconds: int, given: dict[str, Any]) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True)
     name_cpu()
     if SHARDED:
         shard_on_cpu()
-    scenario(**payload)
+    scenario(**given)
     dist.barrier()
 
 
