@@ -1,4 +1,4 @@
-"""Two ranks: forks that have imported the peers, or processes under `accelerate launch` where it says how weights are sharded."""
+"""Two ranks: forks that have imported the peers, or processes under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from tests.peers.scenarios import ROOT, Ran, Run, Scenario, named
 
 scenarios = named("tests.peers.trl.scenarios_ranks")
 
-FSDP2 = [
+# accelerate runs a single process for `--cpu`; `--multi_gpu` is its name for torchrun, and the script says what it runs on.
+KINDS = {
+    "ddp": ["--multi_gpu"],
+    "fsdp2": [
+        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+        # TRL shards its reference model as rank 1 has loaded it, which with accelerate's default is not at all.
+        *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
+    ],
+}
+ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-    *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-    # TRL shards its reference model as rank 1 has loaded it, which with accelerate's default is not at all.
-    *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
 ]
 
 
@@ -32,13 +38,14 @@ def launch(
     env: dict[str, str] | None = None,
     **payload: Any,
 ) -> Ran:
-    """Run a scenario on two ranks, with "ddp" or "fsdp2"; variables are those that are read when the peers are imported."""
+    """Run a scenario on two ranks, in a way of `KINDS` or as DDP in "forks"; variables are read when the peers are imported."""
     given = {"out": str(out), "limit": limit, **payload}
-    if kind == "ddp":
+    if kind == "forks":
         forked = {"module": scenario.module, "name": scenario.name, **given}
         return run(scenarios.on_two, timeout=limit + 60, env=env, fresh=bool(env), **forked)
     command = [
-        *FSDP2,
+        *ACCELERATE,
+        *KINDS[kind],
         "--module",
         scenario.module,
         scenario.name,

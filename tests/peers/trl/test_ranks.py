@@ -18,10 +18,10 @@ EACH_KIND = pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=
 
 
 def test_no_rank_waits_for_one_that_logs_by_itself(run: Run, dense: Path, tmp_path: Path) -> None:
-    launch(run, "ddp", scenarios.alone, tmp_path, dense=dense).expect()
+    launch(run, "forks", scenarios.alone, tmp_path, dense=dense).expect()
 
 
-@EACH_KIND
+@pytest.mark.parametrize("kind", ["forks", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_sections_on_two_ranks_are_those_of_both(run: Run, kind: str, moe: Path, dense: Path, tmp_path: Path) -> None:
     launch(run, kind, scenarios.transformers, tmp_path, model=moe, dense=dense).expect()
 
@@ -32,7 +32,7 @@ def test_an_engine_for_each_rank(run: Run, kind: str, moe: Path, tmp_path: Path)
 
 
 def test_an_error_on_one_rank_ends_both(run: Run, moe: Path, tmp_path: Path) -> None:
-    ran = launch(run, "ddp", scenarios.one_fails, tmp_path, model=moe)
+    ran = launch(run, "forks", scenarios.one_fails, tmp_path, model=moe)
     assert ran.code != 0 and "the loss was computed without a replayed forward pass" in ran.stderr
     assert "Timeout" not in ran.stderr
 
