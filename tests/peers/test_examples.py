@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,17 +11,30 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.log_reading import read_run
+from tests.commands import shell
 from tests.peers.engines.served import answering
 from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment, stub_uses
 from tests.peers.engines.vllm_server import named_vllm
-from tests.peers.scenarios import Run, named
 from tests.rendezvous import free_port, rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text("utf-8"))
 BATCH = ("--per_device_train_batch_size", "16")
-scenarios = named("tests.peers.trl.scenarios_training")
 pytestmark = pytest.mark.engine
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command as a user does, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **rendezvous(), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": ""},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done.stdout
 
 
 SAID = re.compile(
@@ -54,10 +66,11 @@ def check_loop(printed: str, folder: Path) -> list[tuple[float, ...]]:
     return [tuple(map(float, row[:-1])) for row in said]
 
 
-def test_the_loop_with_vllm(run: Run, tmp_path: Path) -> None:
-    ran = run(scenarios.script, path="examples/loop.py", words=["--steps", "2", "--output_dir", tmp_path])
-    ran.expect()
-    for _, correct, native, replayed, flips in check_loop(ran.stdout, tmp_path):
+def test_the_loop_with_vllm() -> None:
+    # The README's own command, into its own folder.
+    for _, correct, native, replayed, flips in check_loop(
+        shell("python -m examples.loop --steps 2"), ROOT / "runs/loop"
+    ):
         assert 0 < correct < 1
         # A few thousand tokens are too few to say how much smaller. With replay, engine and trainer are off by the rounding of
         # the compute dtype some tens of times over; routes or weights of other tokens are off by a nat or more.
@@ -111,21 +124,6 @@ def test_the_server_example_trains_a_dense_model_in_float16(tmp_path: Path) -> N
         assert 0 < metrics["mismatch/logp_abs_diff_mean"] < 1e-2 and metrics["mismatch/loss_scale"] >= 1
 
 
-def test_a_config_file_and_a_block_on_the_command_line(run: Run, dense: Path, tmp_path: Path) -> None:
-    config = tmp_path / "my.yaml"
-    config.write_text(
-        f"model_name_or_path: {dense}\noutput_dir: {tmp_path}/run\nuse_vllm: true\nvllm_max_model_length: 64\n"
-        "max_completion_length: 8\nmax_steps: 5\nper_device_train_batch_size: 8\neval_prompts: 0\nreport_to: none\n"
-        "save_strategy: 'no'\nmismatch: {precision: {dtype: bfloat16}}\n"
-    )
-    block = json.dumps({"precision": {"dtype": "float32"}})
-    words = ["--config", config, "--max_steps", "1", "--mismatch", block]
-    run(scenarios.script, path="examples/trl_grpo.py", words=words).expect()
-    data = read_run(tmp_path / "run/mismatch")
-    assert data.header["config"]["precision"]["dtype"] == data.header["engine"]["model_dtype"] == "float32"
-    assert [record.step for record in data.steps] == [1]
-
-
 SEEDS = {
     "fp16": ("loss_scale", "logp_abs_diff_mean"),
     "r3": ("native/k3_kl", "routing/set_mismatch_frac"),
@@ -138,11 +136,21 @@ SEEDS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "r3" else pytest.mark.nightly) for name in SEEDS]
 )
-def test_the_example_of_a_feature(run: Run, name: str, tmp_path: Path) -> None:
+def test_the_example_of_a_feature(name: str, tmp_path: Path) -> None:
     config = f"examples/configs/{name}.yaml"
     steps = "4" if name == "lr" else "1"
-    words = ["--config", config, "--output_dir", tmp_path, "--max_steps", steps, "--eval_prompts", "8", *BATCH]
-    run(scenarios.script, path="examples/trl_grpo.py", words=words).expect()
+    python(
+        "examples/trl_grpo.py",
+        "--config",
+        config,
+        "--output_dir",
+        tmp_path,
+        "--max_steps",
+        steps,
+        "--eval_prompts",
+        "8",
+        *BATCH,
+    )
     last = read_run(tmp_path / "mismatch").steps[-1].metrics
     assert all(last.get(f"mismatch/{metric}") is not None for metric in SEEDS[name]), last
     if name == "lr":

@@ -113,13 +113,14 @@ HELPER = (
 )
 OUTPUT = '            "num_items_in_batch": num_items_in_batch,\n'
 
-HARMLESS = together(
-    # A helper out of the loss.
-    replaced(TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)),
-    documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
-    with_argument(TOUCHED),
-)
-"""Changes nothing that we depend on."""
+HARMLESS: dict[str, Change] = {
+    "docstrings and comments": documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
+    "a keyword argument in each method": with_argument(TOUCHED),
+    "a helper out of the loss": replaced(
+        TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)
+    ),
+}
+"""By name, what changes nothing that we depend on."""
 
 NEW_RATIO = (
     '        if inputs.get("top_p_ratio") is not None:\n'

@@ -9,11 +9,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import functools
 import hashlib
-import runpy
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,13 +105,6 @@ def packed_layers(trainer: Any) -> int:
     """Return how many linear layers of the engine have given their weight away to a packed copy."""
     layers = engine.runner(trainer.vllm_generation.llm).model.modules()
     return sum(hasattr(layer, "cpu_linear") and layer.weight.numel() == 0 for layer in layers)
-
-
-def script(path: str, words: Sequence[str] = ()) -> None:
-    """Run a file as Python does from the command line, without importing TRL and vLLM anew."""
-    sys.path.insert(0, str(Path(path).parent))
-    sys.argv = [path, *words]
-    runpy.run_path(path, run_name="__main__")
 
 
 def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:

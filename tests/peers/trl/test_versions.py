@@ -28,6 +28,9 @@ scenarios = named("tests.peers.trl.scenarios_versions")
 DAPO = "dapo"
 BOTH = {"kl": {"coef": 0.1}, "correction": {"preset": "tis"}}
 CHANGED = tomllib.loads((ROOT / "tests/data/trl/changed_losses.toml").read_text(encoding="utf-8"))["changed"]
+SLOW: dict[str, Any] = {
+    name: pytest.mark.nightly if name == "a keyword argument in each method" else () for name in HARMLESS
+}
 
 
 def test_overrides_pass_on_what_a_later_release_adds() -> None:
@@ -153,10 +156,11 @@ def test_a_loss_is_examined_in_the_hosts_memory_whatever_the_default_device_is()
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
 def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warning(
-    run: Run, moe: Path, tmp_path: Path
+    run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
-    copy = str(copied(tmp_path / "copy", HARMLESS))
+    copy = str(copied(tmp_path / "copy", HARMLESS[name]))
     run(
         scenarios.newer, fresh=True, env={"PYTHONPATH": copy}, model=moe, out=tmp_path / "run", copy=copy, timeout=300
     ).expect()
