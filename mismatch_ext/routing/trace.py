@@ -263,17 +263,6 @@ class RoutingTrace:
             starts=None,
         )
 
-    def same_as(self, other: RoutingTrace) -> bool:
-        """Tell whether two traces have equal content, however it is divided into parts."""
-        header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
-        if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
-            return False
-        if self.tokens is not None and other.tokens is not None:
-            if not torch.equal(self.tokens, other.tokens.to(self.tokens.device)):
-                return False
-        experts = self.experts
-        return torch.equal(experts, other.experts.to(experts.device))
-
     def expect_model(self, *, layers: Sequence[int], num_experts: int, top_k: int) -> None:
         """Refuse a trace that was recorded in a model of another shape."""
         for name, recorded, expected in (
