@@ -171,7 +171,7 @@ class Run:
                     self._warn("settings_changed", changed)
                 self.send()
         except BaseException as error:
-            self._ended = True
+            self._ended = self._started
             self._end_after(error)
             raise
         return self

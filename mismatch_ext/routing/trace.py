@@ -167,12 +167,12 @@ class RoutingTrace:
         """All expert ids `[rows, L, K]`, in the storage dtype."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
-    def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the expert ids of a decoder layer `[rows, K]`, int64; only here ids are widened, after the way to the device."""
+    def layer(self, layer: int) -> Tensor:
+        """Return the expert ids of a decoder layer `[rows, K]`, int64; only here ids are widened."""
         index = self.layers.index(layer)
         narrow = [part[:, index] for part in self.parts]
         ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
-        return ids.to(device=device).to(torch.int64)
+        return ids.to(torch.int64)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace on a device; parts that are already there are not copied."""
