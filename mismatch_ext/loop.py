@@ -775,6 +775,7 @@ class Run:
         """
         self._expect_started()
         with self._together():
+            self._expect_stepped()
             answer = self.rollout.update(self.trainer.checkpoint_parameters())
             if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], SyncReading)):
                 raise RecordError(
@@ -795,19 +796,23 @@ class Run:
         """
         if self._verifier is None:
             return None
-        stepped, self._stepped = self._stepped, False
         verdict: SyncVerdict | None = None
         with self._together():
-            if not stepped and self.block.acts and self._verifier.moved():
-                raise LoopError(
-                    f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
-                    "config asks for; step by it."
-                )
+            self._expect_stepped()
+            stepped, self._stepped = self._stepped, False
             with self._checks.checking("weight_sync"):
                 verdict = self._verifier.verify(samples, stepped=stepped)
         if verdict is not None:
             self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict
+
+    def _expect_stepped(self) -> None:
+        """Refuse weights that something other than `step` has changed."""
+        if not self._stepped and self.block.acts and self._verifier is not None and self._verifier.moved():
+            raise LoopError(
+                f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the config "
+                "asks for; step by it."
+            )
 
     # Logs.
 
