@@ -178,7 +178,8 @@ def roles() -> list[str]:
 def hooks(adapter: str) -> list[str]:
     """Return what an adapter relies on: what for, by which names, and how a run notices a change."""
     lines = table("name", "what for", "names, with the first parameters that we give", "how a run notices a change")
-    (file,) = (HERE.parent / "adapters" / adapter).glob("seams.py" if adapter != "verl" else "upstream.py")
+    folder = HERE.parent / "adapters" / adapter
+    (file,) = (*folder.glob("seams.py"), *folder.glob("upstream.py"))
     for seam in runpy.run_path(str(file))["SEAMS"]:
         names = "<br>".join(f"`{claim.target}({', '.join(claim.params)})`".replace("()", "") for claim in seam.claims)
         lines.append(f"| [{seam.name}]({seam.upstream}) | {cell(seam.what)} | {names} | {cell(seam.checked)} |")
