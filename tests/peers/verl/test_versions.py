@@ -40,5 +40,3 @@ def test_a_newer_version_that_does_something_else_is_refused_by_what_was_seen(
     refused = on_copy(run, moe, tmp_path / "copy", change)["refused"]
     for section, words in seen.items():
         (said,) = {line for line in refused if line.startswith(section) and words in line}
-        # What is seen at the start is advised on; what a pass shows may also be an override of the user's own.
-        assert ("pip install verl==0.9.1" in said) != ("forward_step" in said)
