@@ -56,7 +56,7 @@ def _configure_compat(parser: argparse.ArgumentParser) -> None:
 def _compat(arguments: argparse.Namespace) -> int:
     """Print which features work with the installed peers (status 0), or what verl's driver refuses (status 1)."""
     if arguments.verl is not None:
-        from mismatch_ext.adapters.verl.dry_run import dry_run
+        from mismatch_ext.adapters.doctor.verl_dry_run import dry_run
 
         arguments.json |= "--json" in arguments.verl
         found = dry_run([word for word in arguments.verl if word != "--json"])

@@ -10,13 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "adapters/verl/upstream.toml"
 LINE = "# Written by `python docs/verl_list.py`; do not edit below.\n"
+FOLDERS = ("adapters/verl/**/*.py", "patches/verl/*.py", "adapters/doctor/verl*.py")
 PEERS = ("verl", "ray", "transfer_queue", "sglang", "vllm", "megatron")
 VARIABLES = ("VERL_", "RAY_", "SGLANG_", "VLLM_")
 
 
 def trees() -> list[ast.Module]:
     """Return the parsed modules of verl's adapter and patches."""
-    files = sorted([*ROOT.glob("adapters/verl/**/*.py"), *ROOT.glob("patches/verl/*.py")])
+    files = sorted(path for folder in FOLDERS for path in ROOT.glob(folder))
     return [ast.parse(file.read_text(encoding="utf-8")) for file in files]
 
 

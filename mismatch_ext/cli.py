@@ -74,7 +74,7 @@ def folder(text: str) -> Path:
 def _configure_report(parser: argparse.ArgumentParser) -> None:
     about = (
         "folder that holds metrics-*.jsonl, or a log without this package: trainer_state.json, verl's jsonl, TensorBoard's event "
-        "files; or a folder of such folders, which are shown side by side"
+        "files, W&B's CSV, console text; or a folder of such folders, which are shown side by side"
     )
     parser.add_argument("path", metavar="PATH", type=folder, help=about)
     parser.add_argument(

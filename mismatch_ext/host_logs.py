@@ -1,7 +1,8 @@
-"""Finds the runs at a path, and reads logs that TRL and verl write without this package.
+"""Finds the runs at a path, and reads logs that trainers write without this package.
 
-These are `trainer_state.json`, verl's jsonl and TensorBoard's event files. Figures that names.toml knows under the host's name
-become this package's. The built-in alarms and the growth of the gap are computed from them, as during a run with this package.
+These are `trainer_state.json`, verl's jsonl, TensorBoard's event files, and what `pasted.py` reads. Figures that names.toml knows
+under the host's name become this package's. The built-in alarms and the growth of the gap are computed from them, as during a run
+with this package.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
-from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError, shown
 from mismatch_ext.events import ALARM
 from mismatch_ext.growth import GROWTH_FLOOR, Growth, grown
 from mismatch_ext.log_reading import METRICS_FILES, EventRecord, RunData, StepRecord, is_ours, read_run, run_of
-from mismatch_ext.names import EVALUATION, HOSTS, MEASURES, PREFIX, VERL, HostNames, Role
+from mismatch_ext.names import EVALUATION, HOSTS, MEASURES, OTHER_LOGS, PREFIX, VERL, HostNames, Role
+from mismatch_ext.pasted import of_console, of_wandb
 
 TRAINER_STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents.*"
@@ -30,7 +31,8 @@ MEASURE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatc
 """What makes this package log all of them, and changes nothing."""
 GIVE = (
     f"give a folder that holds {METRICS_FILES} (`mismatch.monitor.run_dir`, by default `mismatch` in the output folder), "
-    f"a log without this package ({TRAINER_STATE}, verl's jsonl, TensorBoard's event files), or a folder of such folders."
+    f"a log without this package ({TRAINER_STATE}, verl's jsonl, TensorBoard's event files, W&B's CSV, or the console text of "
+    "TRL, verl, slime or prime-rl), or a folder of such folders."
 )
 
 
@@ -38,14 +40,24 @@ MAX_STEP = 2**53
 """Readers in other languages keep no larger integer exactly."""
 
 
-def _read_names(host: str) -> frozenset[str]:
-    """Return the names of a host's own metrics that the report reads; its log may have others, which need not be numbers."""
-    figures = (getattr(measure, host.lower()) for measure in MEASURES.values())
-    roles = (HOSTS[host].of(role) for role in Role)
-    return frozenset(filter(None, (*figures, *roles)))
+def _names_in(host: str) -> dict[str, str]:
+    """Return the names of a host's own figures that become ours, or a role's where the host has no adapter."""
+    column = host.lower()
+    known = {getattr(measure, column): PREFIX + name for name, measure in MEASURES.items()} if host in HOSTS else {}
+    known.pop("", None)
+    return known or OTHER_LOGS[host]
 
 
-_READ = {host: _read_names(host) for host in HOSTS}
+OURS = {host: _names_in(host) for host in (*HOSTS, *OTHER_LOGS)}
+_ROLES = {host: frozenset(names.of(role) for role in Role) for host, names in HOSTS.items()}
+READ = {host: names.keys() | _ROLES.get(host, frozenset()) for host, names in OURS.items()}
+"""Names of a host's own metrics that the report reads; its log may have others, which need not be numbers."""
+
+
+def _host_of(names: Iterable[str]) -> str:
+    """Return the host that logs these names: the one that has the most of them, TRL if none has more."""
+    given = set(names)
+    return max(READ, key=lambda host: len(READ[host] & given))
 
 
 @dataclass
@@ -55,6 +67,14 @@ class _Rows:
     host: str
     rows: list[tuple[int, str, dict[str, float | None]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(host: str, rows: Iterable[tuple[str, int, str, dict[str, float]]]) -> _Rows:
+        """Return these rows, each with its place in the log."""
+        read = _Rows(host)
+        for row in rows:
+            read.add(*row)
+        return read
 
     def add(self, where: str, step: Any, split: str, metrics: Any) -> None:
         """Add the metrics of a step, or say what of it could not be used; `where` names its place in the log."""
@@ -71,7 +91,7 @@ class _Rows:
                     values[name] = None if value is None or not math.isfinite(value) else float(value)
                 except OverflowError:
                     self.problems.append(f"{where}: {name} was left out: a whole number of {len(str(value))} digits.")
-            elif name in _READ[self.host]:
+            elif name in READ[self.host]:
                 self.problems.append(f"{where}: {name} was left out: {shown(value)} is not a number.")
         self.rows.append((step, split, values))
 
@@ -109,7 +129,8 @@ def read_runs(directory: str | Path) -> dict[str, RunData]:
 
 def _runs_at(path: Path) -> dict[str, RunData]:
     if path.is_file():
-        return {path.resolve().parent.name: read_run(path.parent) if is_ours(path) else _host_log(path)}
+        folder = path.resolve().parent.name
+        return {folder: read_run(path.parent)} if is_ours(path) else _host_logs(path, folder)
     run = run_of(path)
     if run is not None:
         return {path.resolve().name: read_run(run)}
@@ -118,8 +139,11 @@ def _runs_at(path: Path) -> dict[str, RunData]:
     states.sort(key=lambda state: int(state.parent.name[11:]), reverse=True)
     logs = [*path.glob(TRAINER_STATE), *states][:1] + sorted(filter(_is_verls, path.glob("*.jsonl")))
     if not logs and (events := sorted(path.glob(EVENTS))):
-        return {path.resolve().name: _host_log(*events)}
-    return {log.stem if len(logs) > 1 else path.resolve().name: _host_log(log) for log in logs}
+        return _host_logs(events[0], path.resolve().name, *events[1:])
+    runs: dict[str, RunData] = {}
+    for log in logs:
+        runs |= _host_logs(log, log.stem if len(logs) > 1 else path.resolve().name)
+    return runs
 
 
 def _is_verls(path: Path) -> bool:
@@ -132,21 +156,35 @@ def _is_verls(path: Path) -> bool:
     return isinstance(first, dict) and first.keys() == {"step", "data"}
 
 
-def _host_log(source: Path, *resumed: Path) -> RunData:
+def _host_logs(source: Path, name: str, *resumed: Path) -> dict[str, RunData]:
+    """Return the runs of a log; each has the given name, unless the log names several."""
     try:
-        if source.match(EVENTS):
-            read = _tensorboard(source, *resumed)
-        elif source.suffix == ".json":
-            read = _trainer_state(json.loads(source.read_bytes()))
-        else:
-            read = _verl(source)
-        if not read.rows and read.problems:
-            raise ValueError(read.problems[0].removesuffix("."))
+        logs = _read(source, *resumed)
+        for log in logs.values():
+            if not log.rows and log.problems:
+                raise ValueError(log.problems[0].removesuffix("."))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunDirectoryError(f"{source} is not a log of TRL or verl ({error!r}); {GIVE}") from error
-    if not read.rows:
+        raise RunDirectoryError(f"{source} is not a log that is known here ({error!r}); {GIVE}") from error
+    if not any(log.rows for log in logs.values()):
         raise RunDirectoryError(f"{source} holds no step: the run logged nothing yet; {GIVE}")
-    return _run(source, read)
+    return {run or name: _run(source, log, run) for run, log in logs.items()}
+
+
+def _read(source: Path, *resumed: Path) -> dict[str, _Rows]:
+    """Return the lines of each run in a log; its name is "" unless the log says it."""
+    if source.match(EVENTS):
+        return {"": _tensorboard(source, *resumed)}
+    if source.suffix == ".json":
+        return {"": _trainer_state(json.loads(source.read_bytes()))}
+    if source.suffix == ".jsonl":
+        return {"": _verl(source)}
+    text = source.read_text(encoding="utf-8", errors="replace")
+    if source.suffix == ".csv":
+        runs = of_wandb(text)
+        host = _host_of(name for rows in runs.values() for *_, metrics in rows for name in metrics)
+        return {run: _Rows.of(host, rows) for run, rows in runs.items()}
+    console = of_console(text)
+    return {"": _verl(source) if console is None else _Rows.of(*console)}
 
 
 def _trainer_state(state: Mapping[str, Any]) -> _Rows:
@@ -209,23 +247,21 @@ def _tensorboard(*paths: Path) -> _Rows:
         events = EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            if tag.startswith(("actor/", "critic/", "rollout_corr/")):
-                read.host = "verl"
             # transformers puts "train/" and "eval/" before its names, which may have other slashes.
             split, name = ("eval/eval", tag[5:]) if tag.startswith("eval/") else ("train", tag.removeprefix("train/"))
             for event in events.Scalars(tag):
                 scalars.append((f"{tag} at step {event.step}", event.step, split, {name: event.value}))
+    read.host = _host_of(name for *_, metrics in scalars for name in metrics)
     for scalar in scalars:
         read.add(*scalar)
     return read
 
 
-def _run(source: Path, read: _Rows) -> RunData:
+def _run(source: Path, read: _Rows, name: str) -> RunData:
     steps: dict[tuple[str, int], dict[str, float | None]] = {}
     for step, split, metrics in read.rows:
         steps.setdefault((split, step), {}).update(metrics)
-    column = read.host.lower()
-    ours = {getattr(measure, column): PREFIX + name for name, measure in MEASURES.items() if getattr(measure, column)}
+    ours = OURS[read.host]
     renamed = {
         key: metrics | {ours[name]: value for name, value in metrics.items() if name in ours}
         for key, metrics in sorted(steps.items())
@@ -237,8 +273,8 @@ def _run(source: Path, read: _Rows) -> RunData:
     ]
     return RunData(
         path=source.parent,
-        headers=(_header(source, read.host),),
-        events=tuple(_alarms(renamed, HOSTS[read.host])),
+        headers=(_header(source, read.host, name),),
+        events=tuple(_alarms(renamed, HOSTS.get(read.host, HostNames()))),
         steps=tuple(records),
         problems=(_about(source, read.host, logged & MEASURES.keys()), *read.problems),
     )
@@ -246,6 +282,9 @@ def _run(source: Path, read: _Rows) -> RunData:
 
 def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: HostNames) -> Iterable[EventRecord]:
     """Yield the built-in alarms over the logs of training as the events of a run with this package."""
+    # A report of our own log does without the config's models, which take a tenth of a second to import.
+    from mismatch_ext.config import MonitorConfig
+
     rules, alarms, growth = rules_of(MonitorConfig(), names), AlarmState(), Growth()
     for (split, step), metrics in steps.items():
         if split != "train":
@@ -274,13 +313,14 @@ def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: Hos
             )
 
 
-def _header(source: Path, host: str) -> dict[str, Any]:
-    names: HostNames = HOSTS[host]
+def _header(source: Path, host: str, name: str) -> dict[str, Any]:
+    names = HOSTS.get(host, HostNames())
     # Stock verl logs at each step the rate of the next one.
     names_of_host = names.to_dict() | ({"next_rate": True} if names is VERL else {})
     folder = source.resolve().parent
     output = folder.parent if folder.name.startswith("checkpoint-") else folder
-    run = {"name": source.stem if source.suffix == ".jsonl" else output.name, "host": f"stock {host}"}
+    is_of_folder = source.name == TRAINER_STATE or source.match(EVENTS)
+    run = {"name": name or (output.name if is_of_folder else source.stem), "host": f"stock {host}"}
     opening = {"kind": "header", "segment": 0, "of": "training", "resume_step": None}
     return opening | {"names": names_of_host, "log": source.name, "run": run}
 
@@ -294,4 +334,5 @@ def _about(source: Path, host: str, logged: set[str]) -> str:
         text += ". How stale its rollouts were is unknown: with asynchronous rollouts, part of the gap may be drift"
     if not missing:
         return f"{text}."
-    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {MEASURE[host]}."
+    asked = f"; to have them logged: {MEASURE[host]}" if host in MEASURE else ""
+    return f"{text}. Missing: {', '.join(missing)}{asked}."

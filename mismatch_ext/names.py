@@ -48,8 +48,8 @@ GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
 MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
 STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
 ROUTING_MEASURES: dict[str, str] = _TABLES["routing"]
-OVER_UPDATES = {name: how for how, names in _TABLES["over_updates"].items() for name in names}
-"""How values of several updates of one step become one, `sum` or `last`, by the last part of a metric's name."""
+OTHER_LOGS: dict[str, dict[str, str]] = _TABLES["logs"]
+"""By framework without an adapter, the names in its log, with the figure of ours or the role that each is."""
 MEANING = {name: measure.meaning for name, measure in (CORRECTION_MEASURES | MEASURES).items()}
 MEANING |= SAMPLE_MEASURES | GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
 """What each of our metrics is, by its name without prefix."""

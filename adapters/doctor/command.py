@@ -17,7 +17,7 @@ from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.doctor.turns import run_turns
 
-from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.terminal import say
 
@@ -84,7 +84,11 @@ def _by_log_alone(arguments: argparse.Namespace) -> int:
     from mismatch_ext.doctor import read_rollouts
     from mismatch_ext.doctor.at_first import first_answer
 
-    answer = first_answer(read_rollouts(arguments.rollouts, arguments.weight_version), arguments.threshold)
+    try:
+        logged = read_rollouts(arguments.rollouts, arguments.weight_version)
+    except RecordError as error:
+        return _by_metrics_alone(arguments, error)
+    answer = first_answer(logged, arguments.threshold)
     _writable(arguments.out)
     text = json.dumps(answer.data(), indent=1)
     write_whole(arguments.out / "doctor.json", (text + "\n").encode())
@@ -94,6 +98,24 @@ def _by_log_alone(arguments: argparse.Namespace) -> int:
     # Also because a page of an earlier answer would stay.
     _say_page(arguments.out, error=arguments.json)
     return 0 if answer.agrees else 3
+
+
+def _by_metrics_alone(arguments: argparse.Namespace, error: RecordError) -> int:
+    """Say what the metrics in a log tell, if the file is one and has no tokens; raises the `error` otherwise. The status is 3."""
+    from mismatch_ext.report import build
+
+    _writable(arguments.out)
+    try:
+        built = build(arguments.rollouts, arguments.out / "report.html")
+    except RunDirectoryError:
+        raise error from None
+    if arguments.json:
+        say(json.dumps(built.to_dict(), indent=1))
+        return 3
+    say(built.verdict)
+    say(f"{arguments.rollouts.name} holds metrics and no tokens. Give --rollouts with log-probabilities for the cause.")
+    say(str(built.path))
+    return 3
 
 
 def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: HostRun | None) -> Run:
@@ -185,11 +207,11 @@ def host_of(arguments: argparse.Namespace) -> HostRun | None:
     """
     checkpoint = None if arguments.model is None else str(arguments.model)
     if arguments.trl is not None:
-        from mismatch_ext.adapters.trl.doctor import read_trl
+        from mismatch_ext.adapters.doctor.trl_run import read_trl
 
         return read_trl(arguments.trl, checkpoint, served=arguments.server is not None)
     if arguments.verl is not None:
-        from mismatch_ext.adapters.verl.doctor import read_verl
+        from mismatch_ext.adapters.doctor.verl_run import read_verl
 
         return read_verl(arguments.verl, checkpoint)
     return None

@@ -222,11 +222,23 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             evidence.logged = compare_logged(
                 sample, scorer.scores, own, known.get("temperature"), scored_late=logged.scored_late
             )
+            if evidence.logged.other and np.isfinite(own).all() and evidence.complete:
+                # The causes of an engine's error are those of a trainer's, too.
+                as_engine = replace(sample, logprobs=_in_rows(sample, own))
+                again, _ = _gathered(sides, model, as_engine, rung, seed=seed, quick=quick)
+                causes = tuple(cause.said for cause in conclude(again).causes)
+                evidence.logged = replace(evidence.logged, looks_like=causes)
         elif any(response.trainer_logprobs for response in logged.responses):
             copied = "trainer_logprobs are the engine's to the last bit, as a bypass mode copies them: not compared"
             evidence.notes.append(copied)
         evidence.seconds = rung.ended()
         return conclude(evidence)
+
+
+def _in_rows(sample: Sample, values: Floats) -> tuple[tuple[float, ...], ...]:
+    """Return values of the sampled tokens `[N]` as a row for each response, 0 elsewhere."""
+    left = iter(values.tolist())
+    return tuple(tuple(next(left) if sampled else 0.0 for sampled in mask) for mask in sample.masks)
 
 
 def _try_run_pass(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import correct, metrics_over_ranks
+from mismatch_ext.correction import correct, correction_metrics
 from mismatch_ext.drift import clip_metrics, clip_sums
 from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks, together
@@ -76,15 +76,10 @@ class CorrectionTerm:
     def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
         """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks."""
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
-        found = None
         with together(self._ranks):
-            if bool(chosen.any()):
-                found = correct(
-                    old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self._of_batch
-                )
-        if found is None:
-            # Other ranks may have tokens, and wait for this one's metrics.
-            return metrics_over_ranks({}, chosen, self.settings, self._ranks)
+            found = correct(
+                old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self._of_batch
+            )
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
             output["old_per_token_logps"] = torch.where(chosen, rollout, 0.0)
@@ -92,7 +87,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return metrics_over_ranks(found.metrics, chosen, self.settings, self._ranks)
+        return correction_metrics(over_ranks(found.sums, self._ranks))
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` or of DPPO `[B, T]`, from the current policy."""

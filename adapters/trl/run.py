@@ -532,9 +532,10 @@ class TrlRun(TrainerRun):
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
-        for part in (self.objective, self.centering, self.correction):
-            if part is not None:
-                part.begin_anew()
+        self.objective.begin_anew()
+        self.centering.begin_anew()
+        if self.correction is not None:
+            self.correction.begin_anew()
         self._failing = 0
 
     def before_step(self) -> None:

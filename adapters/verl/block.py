@@ -1,4 +1,4 @@
-"""The `mismatch:` block in verl's configuration: the driver copies it to where the other processes read theirs.
+"""The `mismatch:` block in verl's configuration: the driver copies it to the one place that every process reads.
 
 Workers and agent loops get `actor_rollout_ref`; rollout servers get only `actor_rollout_ref.rollout`.
 """
@@ -15,7 +15,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 
 KEY = "mismatch"
-"""Name of the entry in `actor_rollout_ref` and in `actor_rollout_ref.rollout.custom`."""
+"""Name of the user's block, and of the entry in `actor_rollout_ref.rollout.custom`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +31,22 @@ class RunMode:
         return self.name != "sync"
 
 
-def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode) -> None:
-    """Put the block that acts, and the mode, which verl does not tell its workers, where verl's processes read theirs."""
-    group = config.actor_rollout_ref
-    group[KEY] = {"block": block.to_dict(), "mode": asdict(mode)}
-    group.rollout.custom = OmegaConf.merge(group.rollout.get("custom") or {}, {KEY: block.to_dict()})
-
-
-def remember(config: DictConfig, given: MismatchConfig) -> None:
-    """Keep next to what was handed on the config as its user gave it."""
-    group = config.actor_rollout_ref
-    group[KEY] = OmegaConf.merge(group[KEY], {"given": given.to_dict()})
+def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode, given: MismatchConfig | None = None) -> None:
+    """Put the block that acts, the mode and the block as given where verl's processes read them."""
+    entry = {"block": block.to_dict(), "mode": asdict(mode), "given": None if given is None else given.to_dict()}
+    rollout = config.actor_rollout_ref.rollout
+    rollout.custom = OmegaConf.merge(rollout.get("custom") or {}, {KEY: entry})
 
 
 def handed_on(config: DictConfig) -> bool:
     """Tell whether a configuration's block was handed on."""
-    return OmegaConf.select(config, f"actor_rollout_ref.{KEY}") is not None
+    return bool(_entry(config.actor_rollout_ref.rollout))
 
 
 def check_unedited(config: DictConfig) -> None:
     """Refuse a prepared configuration whose config was changed or removed since: verl's settings are still those of before."""
     given = given_in(config)
-    if given != _parsed(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.given")):
+    if given != _parsed(_entry(config.actor_rollout_ref.rollout).get("given")):
         edit = "removed" if given is None else "changed"
         raise ConfigError(
             f"the mismatch config was {edit} after verl's validate_config had read it, and verl's settings still follow the "
@@ -70,17 +64,22 @@ def given_in(config: DictConfig) -> MismatchConfig | None:
 
 def block_of(group: Any) -> MismatchConfig | None:
     """Return the block of verl's `actor_rollout_ref`; None without one."""
-    return _parsed(OmegaConf.select(group, f"{KEY}.block"))
+    return block_of_server(group.rollout)
 
 
 def mode_of(group: Any) -> RunMode:
     """Return the trainer's mode of verl's `actor_rollout_ref` that has a block."""
-    return RunMode(**OmegaConf.select(group, f"{KEY}.mode"))
+    return RunMode(**_entry(group.rollout)["mode"])
 
 
 def block_of_server(rollout: Any) -> MismatchConfig | None:
     """Return the block of a rollout server's own configuration; None without one."""
-    return _parsed((rollout.custom or {}).get(KEY))
+    return _parsed(_entry(rollout).get("block"))
+
+
+def _entry(rollout: Any) -> Mapping[str, Any]:
+    """Return what was handed on in verl's `rollout`; empty without a block."""
+    return (rollout.get("custom") or {}).get(KEY) or {}
 
 
 def _parsed(given: Mapping[str, Any] | None) -> MismatchConfig | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import refusals
-from mismatch_ext.adapters.verl.block import RunMode, check_unedited, given_in, hand_on, handed_on, remember
+from mismatch_ext.adapters.verl.block import RunMode, check_unedited, given_in, hand_on, handed_on
 from mismatch_ext.adapters.verl.refusals import (
     ACTOR,
     CORRECTION,
@@ -72,8 +72,7 @@ def _prepare(config: DictConfig, block: MismatchConfig) -> None:
         if block.acts:
             for line in _set_sections(config, handed):
                 say_in_run(f"mismatch-ext: {line}")
-        _enter(config, handed)
-        remember(config, block)
+        _enter(config, handed, block)
 
 
 def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError]:
@@ -92,7 +91,7 @@ def handed_block(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
     that the user has asked for, in a block that only measures, with a warning.
     """
     asked = block.monitor.weight_sync
-    if asked == "off" or not Asked(config, block).megatron:
+    if asked == "off" or Asked(config, block).strategy != "megatron":
         return block
     if asked is None:
         say_in_run(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
@@ -113,11 +112,11 @@ def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
     compat.check(peers, block.features, {"verl", engine, "megatron" if megatron else "fsdp", *cpu})
 
 
-def _enter(config: DictConfig, block: MismatchConfig) -> None:
+def _enter(config: DictConfig, block: MismatchConfig, given_block: MismatchConfig) -> None:
     """Let verl take our trainer and servers, and give the block to every process that verl starts."""
     asked = Asked(config, block)
     updates = OmegaConf.select(config, f"trainer.v1.{asked.mode}.parameter_sync_step") or 1
-    hand_on(config, block, RunMode(name=asked.mode, updates=int(updates)))
+    hand_on(config, block, RunMode(name=asked.mode, updates=int(updates)), given_block)
     config.trainer.v1.trainer_mode = trainer_of(asked.mode)
     if asked.engine == "vllm":  # SGLang's server is ours by verl's registry
         kwargs = config.actor_rollout_ref.rollout.engine_kwargs
@@ -149,7 +148,8 @@ def _set_sections(config: DictConfig, block: MismatchConfig) -> list[str]:
         config.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
     if block.sampling_mask is not None:
         _set_masks(config, block)
-    done += set_correction(config, block.correction)
+    if block.correction is not None:
+        done += set_correction(config, block.correction)
     return done + ([] if block.kl is None else set_kl(config, block.kl))
 
 
@@ -248,34 +248,22 @@ def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
 # driver alone: the weights, rejection and `loss_type` beside it have no effect. So both places are set.
 
 
-def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list[str]:
-    """Set in verl's configuration what the section asks for, and say what was set.
-
-    Without a section the user's own `algorithm.rollout_correction` is made to work where verl ignores it.
-    """
-    given = config.algorithm.get("rollout_correction") or DictConfig({})
+def set_correction(config: DictConfig, section: CorrectionConfig) -> list[str]:
+    """Set in verl's configuration what the section asks for, and say what was set."""
+    native = native_rollout_correction(settings_of(section))
     policy_loss = config.actor_rollout_ref.actor.policy_loss
     with open_dict(config):
-        if section is not None:
-            native = native_rollout_correction(settings_of(section))
-            config.algorithm.rollout_correction = OmegaConf.merge(given, native)
-            words = ", ".join(f"{key}={value!r}" for key, value in native.items())
-            done = [f"{CORRECTION}: {words}"]
-            return done + ([_set_policy_loss(policy_loss, native)] if native["bypass_mode"] else [])
-        mode = policy_loss.get("loss_mode", "vanilla")
-        driven = mode == "bypass_mode" and policy_loss.get("rollout_correction")
-        plain = mode != "bypass_mode" and not Asked(config, MismatchConfig()).inert
-        if driven or plain or not given.get("bypass_mode", False):
-            return []  # the plain ratio pi/mu, in whichever loss was asked for
-        return [_set_policy_loss(policy_loss, OmegaConf.to_container(given, resolve=True))]
-
-
-def _set_policy_loss(policy_loss: DictConfig, native: Any) -> str:
-    policy_loss.loss_mode, policy_loss.rollout_correction = "bypass_mode", native
-    return (
-        f"{ACTOR}.policy_loss.loss_mode='bypass_mode', with the settings of the correction: verl 0.9.1 itself does not hand them "
-        "to its loss"
-    )
+        given = config.algorithm.get("rollout_correction") or DictConfig({})
+        config.algorithm.rollout_correction = OmegaConf.merge(given, native)
+        if native["bypass_mode"]:
+            policy_loss.loss_mode, policy_loss.rollout_correction = "bypass_mode", native
+    done = [f"{CORRECTION}: {', '.join(f'{key}={value!r}' for key, value in native.items())}"]
+    if native["bypass_mode"]:
+        done.append(
+            f"{ACTOR}.policy_loss.loss_mode='bypass_mode', with the settings of the correction: verl 0.9.1 itself does not hand "
+            "them to its loss"
+        )
+    return done
 
 
 def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from mismatch_ext.adapters.verl.behavior import check_layout
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.loss import check_update, needs_own_loss, weighs
+from mismatch_ext.adapters.verl.loss import check_weighed, weighs
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from mismatch_ext.adapters.verl.upstream import either
 from verl.utils import torch_functional
@@ -29,9 +28,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
-from mismatch_ext.checks import Checks
-from mismatch_ext.config import MismatchConfig, PrecisionConfig
-from mismatch_ext.errors import ConfigError, PrecisionError
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.lr import LrControl, warn_of_short_training
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import WORLD, gathered, together
@@ -70,14 +68,10 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
     def forward_backward_batch(
         self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes.
-
-        Raises RecordError if samples of an update have no weights, and the block corrects by weights.
-        """
-        block = None if self.run_block is None or forward_only else self.run_block
-        if block is not None and (needs_own_loss(block) or weighs(block)):
+        """Run a mini-batch as the parent does; raises RecordError if the block corrects by weights, and an update has none."""
+        if not forward_only and self.run_block is not None and weighs(self.run_block):
             with together(WORLD):
-                check_update(loss_function, data, block)
+                check_weighed(data)
         return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,17 +83,16 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
         self._rate.note_grad_norm(float(norm))
         return norm
 
-    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
+    def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
         """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
 
         One of verl's updates is a step, however many mini-batches and epochs it has, and `period` and warm-up count updates too.
-        In `separate_async`, the local updates between two weight updates are one step: `earlier` are statistics that no step has
-        counted yet. Raises RecordError if the trigger's statistic is missing or not finite.
+        In `separate_async`, the local updates between two weight updates are one step, which its first batch leads. Raises
+        RecordError if the trigger's statistic is missing or not finite.
         """
         if self._rate is None:
             return {}
-        for of_batch in (*earlier, statistics):
-            self._rate.collect(of_batch)
+        self._rate.collect(statistics)
         return self._rate.lead()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
@@ -152,35 +145,19 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = self.run_block
-        # With a block that does not act the engine computes as verl's own does, and is only looked at.
-        self.checks = Checks(given is None or given.acts)
-        self.block = given if self.checks.acts else None
-        self._looked_at = given is not None
+        # With a block that does not act the engine computes as verl's own does.
+        self.block = given if given is not None and given.acts else None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
         self._mode = self.run_mode
-        if self.block is not None:
-            self._check_setup(self.block)
-
-    def _check_setup(self, block: MismatchConfig) -> None:
-        if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
-            raise ConfigError(
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing, of a model with "
-                "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
-            )
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Build model, optimizer and schedule as the parent does, and put the block on them."""
         super().initialize(*args, **kwargs)
         block = self.block
-        if self._looked_at and self._trains:
-            with self.checks.checking("loss_scaler"):
-                self._check_scaler()
         if block is None:
             return
-        if block.precision is not None:
-            self._check_dtype(block.precision)
         if block.routing is not None and (self._trains or block.routing.reference):
             self.replay = EngineReplay(
                 block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
@@ -190,9 +167,6 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
             from mismatch_ext.adapters.verl.sampling_mask import EngineMasks
 
             self.masks = EngineMasks(int(self.model_config.hf_config.get_text_config().vocab_size))
-        # Ranks that share a row have their group only while the engine runs; then each pass compares the tokens that it sees.
-        if (self.replay is not None or self.masks is not None) and not self.use_ulysses_sp:
-            check_layout(super().prepare_model_inputs, bool(self.use_remove_padding), block)
         if not self._trains:
             return
         self.optimizer.register_step_post_hook(self._count_step)
@@ -210,23 +184,6 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 required=REQUIRED,
             )
             warn_of_short_training(block.lr, int(optim.total_training_steps))
-
-    def _check_scaler(self) -> None:
-        """Refuse a scaler of verl's own that has disabled itself, as it does on a machine without CUDA."""
-        if self.scaler is not None and not self.scaler.is_enabled():
-            raise PrecisionError(
-                f"verl's {type(self.scaler).__name__} has disabled itself on device {get_device_name()!r}: float16 gradients "
-                "would be unscaled. Set mismatch.precision.dtype='float16', which makes one for this device, or train in "
-                "bfloat16 or float32."
-            )
-
-    def _check_dtype(self, precision: PrecisionConfig) -> None:
-        found, role = _name(self._autocast_dtype), "actor" if self._trains else "ref"
-        if found != precision.dtype:
-            raise ConfigError(
-                f"mismatch.precision.dtype={precision.dtype!r}, but verl's {role} engine computes in {found}; remove "
-                f"actor_rollout_ref.{role}.fsdp_config.mixed_precision, or set its param_dtype to {precision.dtype!r}."
-            )
 
     def _build_fsdp_module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Build as the parent does, with a loss scaler for the engine's real device."""
@@ -373,16 +330,15 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         head alone.
         """
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
-        if self._looked_at:
-            with self.checks.checking("adapter"):
-                if adapter is not None and isinstance(weights, ItemsView) and not len(weights):
-                    raise ConfigError(
-                        f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none "
-                        "of its weights, and verl would send the rollout an empty one. Set "
-                        "actor_rollout_ref.actor.strategy=fsdp2."
-                    )
-        if self.block is not None and not isinstance(weights, ItemsView):
-            weights = _without_tied_copies(weights, self.module)
+        if self.block is None:
+            return weights, adapter
+        if not isinstance(weights, ItemsView):
+            return _without_tied_copies(weights, self.module), adapter
+        if adapter is not None and not len(weights):
+            raise ConfigError(
+                f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none of its "
+                "weights, and verl would send the rollout an empty one. Set actor_rollout_ref.actor.strategy=fsdp2."
+            )
         return weights, adapter
 
     # What the worker asks for

@@ -25,7 +25,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.correction import correct
-from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
@@ -62,17 +62,9 @@ def module_of(loss: Any) -> str:
     return str(getattr(loss, "func", loss).__module__)
 
 
-def check_update(loss: Any, data: Any, block: MismatchConfig) -> None:
-    """Raise if an update is to run with another loss than the block takes, or without the weights that multiply it."""
-    key, given = needs_own_loss(block), getattr(loss, "func", loss)
-    if given is not mismatch_loss and (key or given is not ppo_loss):
-        takes = "this package's loss" if key else "verl's ppo_loss or this package's loss"
-        name = f"{module_of(loss)}.{getattr(given, '__qualname__', type(given).__qualname__)}"
-        raise ConfigError(
-            f"mismatch.{key or 'correction'}: it takes {takes}, and this update has the loss {name}. "
-            "Something has replaced or wrapped the loss after the start, as set_loss_fn does. Remove that."
-        )
-    if weighs(block) and WEIGHTS not in data:
+def check_weighed(data: Any) -> None:
+    """Raise RecordError if an update's samples have no weights to multiply them: verl's loss would train on them without."""
+    if WEIGHTS not in data:
         raise RecordError(
             f"mismatch.correction: this update's samples have no {WEIGHTS!r}, by which verl's loss would weigh them. Something "
             "between the driver's advantages and the update has dropped the field; pass it on with the others."

@@ -66,14 +66,13 @@ class ReplayGuard:
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Any, int] | None = None  # selections per router while a batch is replayed
-        self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # decoder index of each router
         self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
     def batch(self, engine: Any, data: Any, forward_only: bool) -> Iterator[Any]:
         """Check a batch's routes, give what verl is to run, and check that all routers replayed it; all ranks raise together."""
-        if not self._replays(engine, data, forward_only):
-            yield data
+        if not tu.get_non_tensor_data(data=data, key=FLAG, default=False):
+            yield data  # should verl replay it all the same, `after` refuses that
             return
         others, run = False, data
         with together(WORLD, flags=1) as flags:
@@ -111,25 +110,12 @@ class ReplayGuard:
         found, self._others = self._others, 0
         return found
 
-    @staticmethod
-    def _replays(engine: Any, data: Any, forward_only: bool) -> bool:
-        """Tell whether a batch is to be replayed; with an engine that replays, only a batch that is scored may say no."""
-        asked = tu.get_non_tensor_data(data=data, key=FLAG, default=None)
-        if bool(asked) == engine.enable_routing_replay or (asked is False and forward_only):
-            return bool(asked)
-        raise ReplayError(
-            f"the batch has {FLAG}={asked!r}, but the Megatron engine was built with router_replay.mode="
-            f"{engine.engine_config.router_replay.mode!r}: verl would route this {'pass' if forward_only else 'update'} "
-            "natively. Call compute_log_prob and update_actor of verl's ActorRolloutRefWorker, which set it."
-        )
-
     def _routers(self, engine: Any) -> list[tuple[Any, int]]:
         """Return this rank's routers with their decoder indices."""
         chunks = [unwrap_model(chunk) for chunk in engine.module]
         config, found = engine.tf_config, []
         for chunk in chunks:
             found += [(router, number - 1) for number, router in iter_model_routers([chunk])]
-        self._layers.update(found)
         moe_layers(config)
         stages = range(config.virtual_pipeline_model_parallel_size or 1)
         expected = sum(get_moe_num_layers_to_build(config, stage) for stage in stages)
@@ -174,9 +160,8 @@ class ReplayGuard:
                 "checked. Call that method, or remove mismatch.routing."
             )
 
-    def _name(self, router: Any) -> str:
-        if router in self._layers:
-            return f"router of decoder layer {self._layers[router]}"
+    @staticmethod
+    def _name(router: Any) -> str:
         known = RouterReplay.router_instances
         at = next((number for number, found in enumerate(known) if found is router), None)
         return f"a router that is not in verl's list of {len(known)}" if at is None else f"router {at} of {len(known)}"
@@ -278,39 +263,23 @@ def guarded() -> tuple[ReplayGuard, Patch]:
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers inside Megatron's, in its order; refuse those whose rate cannot be led."""
-    found = []
-    for part in _parts(optimizer):
-        if getattr(part, "is_stub_optimizer", False):
-            continue
-        inner = part.optimizer
-        if isinstance(inner, HybridDeviceOptimizer):
-            raise _refused(inner, "it steps optimizers of its own on the CPU", "without optimizer_cpu_offload")
-        if getattr(part.config, "use_precision_aware_optimizer", False):
-            why = "this release has not been tried with a precision-aware optimizer, which verl also makes for float16"
-            raise _refused(inner, why, "with use_precision_aware_optimizer=False, in bfloat16 or float32")
-        if not isinstance(inner, Optimizer):
-            raise _refused(
-                inner, "it is no torch.optim.Optimizer, whose step hooks set the rate", "with optimizer=adam"
-            )
-        found.append(inner)
-    if not found:
-        raise _refused(
-            optimizer, "this rank has no parameters that are trained", "in a layout in which every rank trains some"
-        )
-    return found
+    """Return the torch optimizers inside Megatron's, in its order; raises ConfigError if their rate cannot be led."""
+    found = [part.optimizer for part in _parts(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+    steered = [one for one in found if isinstance(one, Optimizer) and not isinstance(one, HybridDeviceOptimizer)]
+    # verl makes precision-aware optimizers for float16, too.
+    aware = [part for part in _parts(optimizer) if getattr(part.config, "use_precision_aware_optimizer", False)]
+    if found and not aware and len(steered) == len(found):
+        return steered
+    raise ConfigError(
+        f"mismatch.lr cannot lead the rate of {[type(one).__name__ for one in found]} in verl's Megatron engine. Train with "
+        "optimizer=adam, without optimizer_cpu_offload and use_precision_aware_optimizer, in a layout in which every rank trains "
+        "some parameters (actor.optim), use actor.strategy=fsdp2, or take mismatch.lr out."
+    )
 
 
 def _parts(optimizer: Any) -> list[Any]:
     chained = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chained is None else [part for link in chained for part in _parts(link)]
-
-
-def _refused(optimizer: Any, why: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        f"mismatch.lr cannot lead the rate of {type(optimizer).__name__} in verl's Megatron engine: {why}. Train {allowed} "
-        "(actor.optim and actor.optim.override_optimizer_config), use actor.strategy=fsdp2, or take mismatch.lr out."
-    )
 
 
 class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):

@@ -37,11 +37,6 @@ VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
 """Where verl, and so its presets, compute differently from this package."""
-# Values that verl's loss takes where a key is missing.
-DEFAULTS = {
-    "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
-    "rollout_rs_threshold": None, "loss_type": "ppo_clip",
-}  # fmt: skip
 # Other trainers of verl that check their configuration as main_ppo does. The list names modules one by one, because main_ppo
 # uses modules beside them too: its separate_async has a worker from verl.experimental.separation.
 ELSEWHERE = (
@@ -50,8 +45,6 @@ ELSEWHERE = (
     "verl.experimental.separation.ray_trainer",
 )
 
-SAME = ({"fsdp"}, {"fsdp2"}, {"megatron"}, {*FSDP})
-"""Strategies that actor and reference may have together."""
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 CORRECTION, POLICY_LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
 _MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
@@ -100,9 +93,12 @@ class Asked:
         return default if found is None else found
 
     def holds(self, condition: str) -> bool:
-        """Tell whether a fact holds, the block has a section, or ("not ...") the contrary."""
+        """Tell whether a fact or setting has a value ("mode=sync"), a fact holds, the block has a section, or "not ..."."""
         if condition.startswith("not "):
             return not self.holds(condition.removeprefix("not "))
+        name, _, value = condition.partition("=")
+        if value:
+            return value == str(self.at(name) if "." in name else getattr(self, name))
         if condition.startswith("mismatch."):
             wanted = condition.removeprefix("mismatch.").split(".")
             return any(feature.split(".")[: len(wanted)] == wanted for feature in self.block.features)
@@ -113,16 +109,6 @@ class Asked:
         """Mode of verl's trainer, also if our trainer has replaced verl's."""
         given = str(self.at("trainer.v1.trainer_mode", SYNC))
         return next((mode for mode in MODES if given in (mode, trainer_of(mode))), given)
-
-    @property
-    def separate(self) -> bool:
-        """Whether rollout servers have devices of their own."""
-        return self.mode == SEPARATE
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether rollouts go on while the actor trains."""
-        return self.mode != SYNC
 
     @cached_property
     def correction(self) -> ResolvedCorrection | None:
@@ -135,24 +121,9 @@ class Asked:
         return str(self.at(f"{ACTOR}.strategy", "fsdp"))
 
     @property
-    def megatron(self) -> bool:
-        """Whether the actor's engine is Megatron's."""
-        return self.strategy == "megatron"
-
-    @property
     def engine(self) -> str:
         """Name of the rollout's engine."""
         return str(self.at(f"{ROLLOUT}.name", "vllm"))
-
-    @property
-    def vllm(self) -> bool:
-        """Whether vLLM samples."""
-        return self.engine == "vllm"
-
-    @property
-    def sglang(self) -> bool:
-        """Whether SGLang samples."""
-        return self.engine == "sglang"
 
     @property
     def bypass(self) -> bool:
@@ -160,12 +131,6 @@ class Asked:
         if self.correction is not None:
             return self.correction.mode == "bypass"
         return bool(self.at(f"{CORRECTION}.bypass_mode"))
-
-    @property
-    def inert(self) -> bool:
-        """Whether the user's own correction has settings that verl applies, in bypass mode, in one of its losses alone."""
-        own = any(self.at(f"{CORRECTION}.{key}") for key in ("rollout_is", "rollout_rs"))
-        return own or self.at(f"{CORRECTION}.loss_type", "ppo_clip") != "ppo_clip"
 
     @property
     def clips(self) -> bool:
@@ -181,25 +146,9 @@ class Asked:
         return self.correction is not None and self.correction.off_policy_threshold is not None
 
     @property
-    def kl_in_rewards(self) -> bool:
-        """Whether the KL term is in the rewards."""
-        return self.block.kl is not None and self.block.kl.in_rewards
-
-    @property
-    def other_than_bfloat16(self) -> bool:
-        """Whether `mismatch.precision` asks for another dtype than bfloat16."""
-        return bool(self.at("mismatch.precision.dtype", "bfloat16") != "bfloat16")
-
-    @property
     def stops(self) -> bool:
         """Whether an alarm stops the run with a checkpoint."""
         return any(rule.action == "stop" for rule in self.block.monitor.alarms.values())
-
-    @property
-    def probes_adapters(self) -> bool:
-        """Whether vLLM holds adapters apart from the base, and scores the probes of weight updates with them."""
-        adapts = self.at(f"{MODEL}.lora_rank", 0) and not self.at(f"{MODEL}.lora.merge")
-        return bool(adapts) and self.vllm and self.block.monitor.weight_sync != "off"
 
     @cached_property
     def variables(self) -> dict[str, str]:
@@ -216,22 +165,9 @@ class Asked:
         """Tell whether a setting is given, and is False or 0."""
         return value is not None and not value
 
-    def foreign_extension(self, value: Any) -> bool:
-        """Tell whether vLLM's extension is not this package's, nor derived from it."""
-        return bool(value) and not derives(value, EXTENSION)
-
-    def foreign_loops(self, value: Any) -> bool:
-        """Tell whether verl's manager of agent loops is not this package's, nor derived from it."""
-        return bool(value) and not derives(value, LOOPS)
-
-    def spans_nodes(self, tensor_parallel: Any) -> bool:
-        """Tell whether a replica has more ranks than a node."""
-        ranks = int(tensor_parallel or 1) * int(self.at(f"{ROLLOUT}.pipeline_model_parallel_size", 1))
-        return ranks > int(self.at(f"{ROLLOUT}.n_gpus_per_node", ranks))
-
     def other_kind_of_engine(self, value: Any) -> bool:
-        """Tell whether the reference has another kind of engine than the actor."""
-        return value is not None and {value, self.strategy} not in SAME
+        """Tell whether the reference has another kind of engine than the actor; verl has one class for FSDP1 and FSDP2."""
+        return value not in (None, *(FSDP if self.strategy in FSDP else [self.strategy]))
 
     def measured_on_request(self, value: Any) -> bool:
         """Tell whether somebody asked to measure routes: the share is neither 0 nor the default."""
@@ -241,10 +177,6 @@ class Asked:
         """Tell whether verl replays in another mode than the block."""
         return value not in (None, "disabled", self.at("mismatch.routing.mode"))
 
-    def other_than_verls(self, value: Any) -> bool:
-        """Tell whether SGLang is given a quantization of its own."""
-        return self.sglang and bool(value) and value != self.at(f"{ROLLOUT}.quantization")
-
     def other_weights(self, value: Any) -> bool:
         """Tell whether the rollout's weights have another format than the block says."""
         return bool((value or None) != self.at("mismatch.precision.engine_weights"))
@@ -252,7 +184,7 @@ class Asked:
     def other_cache(self, value: Any) -> bool:
         """Tell whether vLLM's keys and values have another format than the block says."""
         assert self.block.precision is not None
-        if not self.vllm or value is None:
+        if self.engine != "vllm" or value is None:
             return False
         return value not in self.block.precision.kv_cache_dtypes
 
@@ -266,22 +198,11 @@ class Asked:
 
     def names_the_head(self, value: Any) -> bool:
         """Tell whether adapters are on the output head."""
-        if isinstance(value, str):
-            return "lm_head" in value
-        return any("lm_head" in name for name in value or ())
+        return any("lm_head" in name for name in ([value] if isinstance(value, str) else value or ()))
 
-    def ignores_the_correction(self, value: Any) -> bool:
-        """Tell whether verl's own correction has settings that this loss does not read."""
-        return self.inert and value not in (None, "vanilla", "bypass_mode")
-
-    def another_correction(self, copy: Any) -> bool:
-        """Tell whether verl's loss reads another copy of the correction than the driver."""
-        if not copy or self.at(f"{POLICY_LOSS}.loss_mode") != "bypass_mode":
-            return False
-        for key, default in DEFAULTS.items():
-            if copy.get(key, default) != self.at(f"{CORRECTION}.{key}", default):
-                return True
-        return False
+    def ignored(self, value: Any) -> bool:
+        """Tell whether verl does not hand a setting of its own correction to its policy loss."""
+        return bool(value) and value != "ppo_clip" and self.at(f"{POLICY_LOSS}.loss_mode") != "bypass_mode"
 
 
 def settings_of(section: Any) -> ResolvedCorrection:
@@ -299,8 +220,8 @@ class Row:
 
     path: str  # its name in verl's configuration, or in the block below `mismatch.`
     values: (
-        str | dict[str, list[Any]]
-    )  # that are refused: a method of `Asked`, or {"one_of": ...} or {"other_than": ...}
+        str | dict[str, Any]
+    )  # that are refused: a method of `Asked`, or {"one_of": [...]}, {"other_than": [...]} or {"not_derived_from": "..."}
     sentence: str  # why, and what to do; it follows "path=value: "
     when: tuple[str, ...] = ()  # what must hold (`Asked.holds`)
     measurable: bool = False  # whether a run with this setting can be measured all the same
@@ -312,6 +233,8 @@ class Row:
             return bool(getattr(asked, self.values)(value))
         if "one_of" in self.values:
             return value in self.values["one_of"]
+        if "not_derived_from" in self.values:
+            return bool(value) and not derives(value, self.values["not_derived_from"])
         return value is not None and value not in self.values["other_than"]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import ray
 import torch
-import transfer_queue as tq
 from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.measure import CHUNK, BadKeys, sampled_rows
+from mismatch_ext.adapters.verl.driver.batch_checks import extra_fields
+from mismatch_ext.adapters.verl.measure import BadKeys, sampled_rows
 from mismatch_ext.adapters.verl.replay import PassLayout, names
 from mismatch_ext.adapters.verl.rollout.client import following, present_calls
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
@@ -168,13 +168,7 @@ def check_masks(batch: Any, step: int, bad: BadKeys) -> None:
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     if not keys:
         return
-    found: dict[str, str] = {}
-    for at in range(0, len(keys), CHUNK):  # what tools put into these fields may be large
-        some = keys[at : at + CHUNK]
-        data = tq.kv_batch_get(keys=some, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        fields = data.pop("extra_fields", None)
-        extras = [] if fields is None else fields.tolist()
-        found |= {key: extra[UNKNOWN] for key, extra in zip(some, extras, strict=False) if UNKNOWN in (extra or ())}
+    found = {key: extra[UNKNOWN] for key, extra in extra_fields(batch) if UNKNOWN in extra}
     if len(found) == len(keys) > 1:
         first = " ".join(list(found.values())[:SHOWN])
         raise RecordError(f"none of the {len(keys)} rollouts of step {step} has sampling masks. {first}")

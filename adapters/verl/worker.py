@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
-from mismatch_ext.adapters.verl.behavior import check_loss
+from mismatch_ext.adapters.verl.behavior import check_weights
 from mismatch_ext.adapters.verl.block import block_of, mode_of
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, register_engine
-from mismatch_ext.adapters.verl.loss import make_loss, module_of, needs_own_loss, weighs
+from mismatch_ext.adapters.verl.loss import make_loss, module_of, weighs
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -77,7 +77,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         if block is None:
             raise ConfigError(
                 f"worker {os.getpid()}: actor_rollout_ref has no mismatch block, so that nothing of it is active here; leave "
-                "actor_rollout_ref.mismatch as verl's driver set it."
+                "actor_rollout_ref.rollout.custom as verl's driver set it."
             )
         return block
 
@@ -106,8 +106,8 @@ class MismatchWorker(ActorRolloutRefWorker):
                 )
         if self._checks.acts:
             config = self.loss_fn.keywords["config"]
-            if needs_own_loss(block) is not None or weighs(block):
-                check_loss(block, config)
+            if weighs(block):
+                check_weights(config)
             self._actor.set_loss_fn(make_loss(config, block))
         with self._checks.checking("readiness"):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
@@ -166,27 +166,14 @@ class MismatchWorker(ActorRolloutRefWorker):
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
     @on_all_ranks
-    def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
-        """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
-        if self._megatron or self._fused:
-            return None  # probes are scored only in FSDP models, and a fused head returns no logits of them
-        with _scoring(self._engine, token_ids) as (model, tokens, autocast):
-            found = vocabulary_surplus(model, tokenizer_size, tokens, autocast)
-        return None if found is None else asdict(found)
-
-    @on_all_ranks
-    def mismatch_update_lr(self, *earlier: Mapping[str, float], **statistics: float) -> dict[str, float]:
-        """Let a batch's statistics lead the rate of the step that learns from it, after those of batches since the last step."""
-        return dict(self._engine.mismatch_update_lr(*earlier, **statistics))
+    def mismatch_update_lr(self, **statistics: float) -> dict[str, float]:
+        """Let a batch's statistics lead the rate of the step that learns from it."""
+        return dict(self._engine.mismatch_update_lr(**statistics))
 
     @on_all_ranks
     def mismatch_findings(self) -> list[dict[str, Any]]:
         """Return the checks that failed in this process since the last call, in a run that goes on."""
-        found = self._checks.take()
-        for role in ("actor", "ref"):
-            engine = getattr(getattr(self, role, None), "engine", None)
-            found += engine.checks.take() if isinstance(engine, MismatchFSDPEngine) else []
-        return [asdict(finding) for finding in found]
+        return [asdict(finding) for finding in self._checks.take()]
 
     @on_all_ranks
     def mismatch_metrics(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 PEER = "verl"
 REPORTED = "not reported"
-WORKAROUND = "`set_correction` (adapters/verl/config.py) sets `policy_loss` to the driver's settings"
+WORKAROUND = "`set_correction` (adapters/verl/config.py) sets `policy_loss` to those of `mismatch.correction`"
 FLAGS = ["bypass_mode=True", "rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.9_1.1"]
 EXPECTED = 0.0
 
@@ -31,7 +31,10 @@ def with_workaround() -> float:
     """Prepare the configuration as a run with a block is."""
     from mismatch_ext.adapters.verl.config import set_correction
 
-    return seen(lambda config: set_correction(config, None))
+    from mismatch_ext.config import CorrectionConfig
+
+    section = CorrectionConfig(preset="bypass_ppo_clip", reject={"token_k1": (0.9, 1.1)})
+    return seen(lambda config: set_correction(config, section))
 
 
 if __name__ == "__main__":

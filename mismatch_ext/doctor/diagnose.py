@@ -107,7 +107,7 @@ class Diagnosis:
     unexplained: float  # mean size of the error that is neither named nor rounding, nats per token
     notes: tuple[str, ...]
     tokens_test: TokensTest
-    verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
+    verdict: str  # "clean", "explained", "partly", "unexplained", "other_trainer" or "trainer_alone"
     tried: tuple[str, ...]  # keys of all causes that were tried
     flips: tuple[float, float] | None = None  # `Scores.flips`
     most_flips: tuple[int, float] | None = None  # `Scores.most_flips`
@@ -129,7 +129,7 @@ class Diagnosis:
         """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 3; 2 is an error."""
         if self.verdict == "clean":
             return 0
-        if self.verdict == "other_trainer":
+        if self.verdict in ("other_trainer", "trainer_alone"):
             return 3
         hidden = self.verdict == "unexplained" and self.unexplained == 0
         return 3 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
@@ -538,7 +538,10 @@ def _judge_run_pass(found: Diagnosis, evidence: Evidence) -> None:
 
 
 def _judge_logged(found: Diagnosis, evidence: Evidence) -> None:
-    """Give no verdict if the scored trainer is not the one whose log-probabilities a log holds."""
+    """Give no verdict on the engine if the scored trainer is not the one whose log-probabilities a log holds.
+
+    If the engine computes what the scored trainer does, it is the log's trainer that stands alone.
+    """
     logged = evidence.logged
     if logged is None:
         return
@@ -547,7 +550,9 @@ def _judge_logged(found: Diagnosis, evidence: Evidence) -> None:
         return
     # What fits a gap to another trainer is no cause in the run.
     _rename_parts(found, {cause.key: f"like {cause.key}, not judged" for cause in found.causes})
-    found.verdict, found.unexplained, found.causes, found.hints = "other_trainer", logged.far, (), ()
+    found.verdict = "trainer_alone" if found.verdict == "clean" else "other_trainer"
+    found.unexplained, found.causes, found.hints = logged.far, (), ()
+    found.notes += tuple(f"the log's trainer against --model: {said}" for said in logged.looks_like)
 
 
 def _quote_configs(found: Diagnosis, evidence: Evidence) -> None:

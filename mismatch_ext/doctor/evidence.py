@@ -251,6 +251,7 @@ class LoggedTrainer:
     said: str
     far: float  # nats per token
     other: bool  # whether it is another trainer
+    looks_like: tuple[str, ...] = ()  # what fits its difference from the scored one
 
 
 @dataclass(kw_only=True, eq=False)

@@ -20,6 +20,9 @@ VERDICTS = {
     "other_trainer": "Not judged: --model scores {unexplained:.1e} nats per token apart from the log's trainer_logprobs, more "
     "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout, --trainer-attention or "
     "--trainer-dtype, or the checkpoint that scored them.",
+    "trainer_alone": "The log's trainer is off: the engine computes --model within rounding, and trainer_logprobs are "
+    "{unexplained:.1e} nats per token from both. Look at the pass that scored them: temperature, attention mask, positions, "
+    "prompt, dropout, adapter.",
 }
 # Parts of the largest gap are given in nats if one is more than so many times the gap.
 SHOWN_SHARE = 1.5

@@ -71,7 +71,7 @@ class Why:
     # Name, share, how sure it is, lines to change in each host.
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
-    verdict: str  # "clean", "explained", "partly", "unexplained", "other_trainer" or "within the threshold"
+    verdict: str  # of `Diagnosis`, or "within the threshold"
     sentence: str  # the verdict as the doctor prints it
     # The engine's error in units of the trainer's own; None if that is too small to be a unit, or of another trainer.
     rounding: float | None = None
@@ -146,7 +146,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         lines = [(host, cause["remedy"].get(host)) for host in HOSTS]
         rows.append((cause["said"], share, STATUS[cause["status"]], tuple(line for line in lines if line[1])))
 
-    is_in_units = data.get("measurable") and data["verdict"] != "other_trainer"
+    is_in_units = data.get("measurable") and data["verdict"] not in ("other_trainer", "trainer_alone")
     return Why(
         name=name,
         folder=folder,

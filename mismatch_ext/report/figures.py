@@ -1,4 +1,4 @@
-"""The plots of the report, as Plotly figures serialized to JSON.
+"""The plots of the report, as the JSON that plotly.js draws.
 
 A run has the same color and marker in every plot. Evaluation splits are dotted and have open markers.
 """
@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ INK, GRID = "#7b838c", "rgba(128,128,128,0.25)"
 
 AXIS = {"zeroline": False, "automargin": True, "ticks": "outside", "gridcolor": GRID, "linecolor": GRID}
 CLEAR = "rgba(0,0,0,0)"
-LAYOUT: dict[str, Any] = {"template": "none", "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
+LAYOUT: dict[str, Any] = {"paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
 LAYOUT["margin"] = {"l": 60, "r": 16, "t": 22, "b": 48}
 LAYOUT["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
 LAYOUT["modebar"] = {"bgcolor": CLEAR, "color": INK, "activecolor": INK}
@@ -265,16 +266,16 @@ def _points(run: RunData) -> tuple[list[tuple[float, float]], str]:
 # Traces, axes and figures.
 
 
-def require_plotly() -> Any:
-    """Import plotly, or say how to install it."""
+def plotly_js() -> str:
+    """Return the script that draws the plots; raises PeerVersionError without plotly, whose package holds it."""
     try:
-        import plotly.graph_objects
-        import plotly.offline
+        package = resources.files("plotly")
     except ImportError as error:
         raise PeerVersionError(
             "the report needs plotly, which is not installed; run `pip install 'plotly>=6'`."
         ) from error
-    return plotly
+    # Importing what plotly draws with in Python takes longer than the rest of a report.
+    return package.joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
 
 
 def style(index: int) -> dict[str, str]:
@@ -347,7 +348,6 @@ def figure_of(
         "xaxis": {**AXIS, **x, "title": {"text": x["title"]}},
         "yaxis": {**AXIS, **y, "title": {"text": y["title"]}},
     }
-    figure = require_plotly().graph_objects.Figure(data=list(traces), layout=layout)
-    data = json.dumps(figure.to_plotly_json(), allow_nan=False, default=list)
+    data = json.dumps({"data": traces, "layout": layout}, allow_nan=False)
     # The JSON stands in a script element, which only "<" could end; JSON allows "<" as an escape.
     return Figure(id=id, title=title, caption=caption, json=data.replace("<", "\\u003c"))

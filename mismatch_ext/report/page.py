@@ -21,7 +21,7 @@ from mismatch_ext.log_reading import DOCTOR_FILE, RunData, segment_files
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.doctor import Why, read_why
-from mismatch_ext.report.figures import require_plotly, sections, style
+from mismatch_ext.report.figures import plotly_js, sections, style
 from mismatch_ext.report.judging import RunVerdict, judge_all
 from mismatch_ext.report.levels import WORDS
 from mismatch_ext.report.sentences import verdict
@@ -83,7 +83,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     or verl the log's name, without TensorBoard's prefix, with `.html`. Raises RunDirectoryError if there is no run or the file
     cannot be written, PeerVersionError if plotly is not installed.
     """
-    plotly, template = require_plotly(), _template(TEMPLATE)
+    script, template = plotly_js(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarize(runs)
     why, unread = read_why(run_dir)
@@ -95,7 +95,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
         title=_title(run_dir, runs),
         verdict=sentence,
         # Inline, one copy for all plots, because the file must work without a network.
-        plotly_js=plotly.offline.get_plotlyjs(),
+        plotly_js=script,
         why=why,
         turns=turns,
         **_context(runs, summary, judged, [*unread, *unread_turns]),
@@ -138,6 +138,7 @@ LEVELS = {
     "partly": "large",
     "unexplained": "large",
     "other_trainer": "large",
+    "trainer_alone": "large",
     "within the threshold": "small",
 }
 """Colors of the doctor's verdicts."""

@@ -78,7 +78,7 @@ def test_what_cannot_be_examined_is_one_line(
 
 @pytest.mark.parametrize(
     ("version", "off", "verdict"),
-    [(7, 0.0, "clean"), (7, 1e-7, "clean"), (6, 0.1, "clean"), (7, 0.1, "other_trainer")],
+    [(7, 0.0, "clean"), (7, 1e-7, "clean"), (6, 0.1, "clean"), (7, 0.1, "trainer_alone")],
 )
 def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
     version: int, off: float, verdict: str, tmp_path: Path
@@ -97,7 +97,7 @@ def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
     log = tmp_path / "rollouts.jsonl"
     log.write_text(f"{json.dumps(line)}\n" * 4, encoding="utf-8")
     asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
-    assert cli.main(asked) == (3 if verdict == "other_trainer" else 0)
+    assert cli.main(asked) == (3 if verdict == "trainer_alone" else 0)
     written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
     said = "by the log's own trainer_logprobs" if off else "trainer_logprobs are the engine's to the last bit"
     assert written["verdict"] == verdict and any(said in note for note in written["notes"])

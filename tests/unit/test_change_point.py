@@ -40,3 +40,12 @@ def test_noise_of_a_batch_is_rarely_a_rise_and_a_rise_in_noise_is_found_near_its
     places = [found.index for found in risen if found is not None]
     assert len(places) == len(heavy)
     assert sum(abs(place - 80) <= 3 for place in places) >= 0.95 * len(heavy)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "index"),
+    [([0.005] * 100 + [0.008] * 60 + [0.21] * 5, 160), ([0.004] * 60 + [0.007] * 30 + [0.03] * 4, 90)],
+)
+def test_a_plateau_before_a_jump_is_not_its_beginning(sizes: list[float], index: int) -> None:
+    found = change_point(sizes, 0.0)
+    assert found is not None and found.index == index

@@ -151,13 +151,13 @@ def against_logged(sample: Sample, scores: Scores, logged: np.ndarray, *, scored
     return conclude(evidence)
 
 
-def test_a_trainer_that_is_not_the_logs_is_not_judged_and_the_temperature_is_named() -> None:
+def test_the_logs_trainer_is_off_where_the_engine_computes_the_model_and_its_temperature_is_named() -> None:
     sample, scores = drawn()
     _, other = drawn(temperature=0.8)
     found = against_logged(sample, scores, other.trainer)
     assert diagnose(sample, scores).verdict == "clean"
-    assert found.verdict == "other_trainer" and found.exit_status(10.0) == 3, report(found)
-    assert "and with --temperature 0.8 it is" in report(found) and "Not judged" in report(found)
+    assert found.verdict == "trainer_alone" and found.exit_status(10.0) == 3, report(found)
+    assert "and with --temperature 0.8 it is" in report(found) and "The log's trainer is off" in report(found)
 
 
 @pytest.mark.parametrize("size", [0.0, 1.0])
@@ -192,7 +192,7 @@ def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     whole = diagnose(sample, scores)
     found = against_logged(sample, scores, scores.trainer + 0.3)
     assert "to fix temperature" in report(whole) and "to fix" not in report(found)
-    assert not found.causes and "like temperature, not judged" in report(found)
+    assert found.verdict == "other_trainer" and not found.causes and "like temperature, not judged" in report(found)
     why = why_of(json.loads(json.dumps(found.data())), "doctor", Path())
     assert why.advice is None and why.rounding is None
 

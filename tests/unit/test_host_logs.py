@@ -7,10 +7,12 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mismatch_ext.adapters.doctor.options import configure
 
@@ -24,6 +26,7 @@ from mismatch_ext.report.sentences import DOCTOR
 from tests.commands import ROOT
 from tests.unit.synthetic_runs import write_run
 
+GAPS = (0.001, 0.002, 0.06)
 TRL_LOGS = [
     {
         "loss": 0.1,
@@ -33,7 +36,7 @@ TRL_LOGS = [
         "sampling/sampling_logp_difference/mean": gap,
         "sampling/sampling_logp_difference/max": 10 * gap,
     }
-    for step, gap in enumerate((0.001, 0.002, 0.06))
+    for step, gap in enumerate(GAPS)
 ]
 
 
@@ -69,6 +72,55 @@ def test_trls_own_log(write: object, tmp_path: Path) -> None:
     assert run.series(Role.REWARD, "eval/eval")[1] == pytest.approx([0.7])
     judged = judge(name, run, summarize({name: run}))
     assert judged.level == "elevated" and judged.mean == pytest.approx(0.021)
+
+
+def trls_console() -> str:
+    from transformers.trainer_callback import ProgressCallback
+
+    lines: list[str] = []
+    callback, state = ProgressCallback(), SimpleNamespace(is_world_process_zero=True)
+    callback.training_bar = SimpleNamespace(write=lines.append)
+    for step, logs in enumerate((*TRL_LOGS, {"train_runtime": 3.1}), start=1):
+        callback.on_log(None, state, None, logs={**logs, "epoch": 0.1})
+        lines.append(f"  1%|#  | {step}/300 [00:01<00:09]")
+    return "\r".join(lines)
+
+
+def verls_console() -> str:
+    from verl.utils.logger.aggregate_logger import concat_dict_to_str
+
+    rows = ({"critic/score/mean": 0.5, "rollout_corr/k3_kl": np.float64(gap)} for gap in GAPS)
+    lines = (concat_dict_to_str(row, step) for step, row in enumerate(rows, start=1))
+    return "".join(f"\x1b[36m(TaskRunner pid=3)\x1b[0m {line}\n" for line in lines)
+
+
+# As the sources of the other two have it.
+SLIME = "(Actor pid=9) [2026-05-28] model.py:480 - step {}: {{'train/loss': 0.1, 'train/train_rollout_logprob_abs_diff': {}}}\n"
+PRIME_RL = "10:00:41 SUCCESS Step {} |  42.00s | Loss 0.1000 | Mismatch KL {:.4f} | Grad. Norm 0.0800 | LR 1.00e-06 | MFU 31.2%\n"
+WANDB = '"{}","{}","{}"\n'
+COLUMN = '"run - sampling/sampling_logp_difference/mean'
+ABS_DIFF, K3 = "mismatch/logp_abs_diff_mean", "mismatch/k3_kl"
+
+
+def lines_of(line: str) -> str:
+    return "".join(line.format(step, gap, gap) for step, gap in enumerate(GAPS, start=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "metric"),
+    [
+        ("trl.txt", trls_console, ABS_DIFF),
+        ("verl.log", verls_console, K3),
+        ("slime.log", lambda: lines_of(SLIME), ABS_DIFF),
+        ("prime.log", lambda: lines_of(PRIME_RL), K3),
+        ("wandb.csv", lambda: f'"Step",{COLUMN}",{COLUMN}__MAX"\n{lines_of(WANDB)}', ABS_DIFF),
+    ],
+)
+def test_what_people_paste_of_a_run(name: str, text: Callable[[], str], metric: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text())
+    (run,) = load_runs(tmp_path / name).values()
+    steps, gaps = run.series(metric)
+    assert steps == [1, 2, 3] and gaps == pytest.approx(GAPS)
 
 
 @pytest.mark.parametrize(("k3", "level"), [(1e-5, "small"), (2e-3, "elevated"), (0.02, "large")])
@@ -129,26 +181,6 @@ def test_a_gap_that_ends_far_above_its_run_is_named_before_an_alarm_is_raised(tm
     assert run["level"] == "warned" and "no correction is needed" not in said
     assert "From step 58 on the gap has left the level of the steps before" in said
     assert "no correction is needed" in verdict_of(trl_log(tmp_path / "flat", [0.004, 0.006] * 30))[0]
-
-
-def test_the_step_of_a_rise_is_where_it_began(tmp_path: Path) -> None:
-    noise = random.Random(0)
-    rise = [1 + 0.3 * max(0, step - 120) for step in range(200)]
-    said, _ = verdict_of(trl_log(tmp_path, [0.001 * factor * noise.uniform(0.85, 1.15) for factor in rise]))
-    found = re.search(r"From step (\d+) on the gap has left the level", said)
-    assert found is not None and 121 <= int(found[1]) <= 127, said
-
-
-@pytest.mark.parametrize(
-    ("sizes", "step"),
-    [
-        ([0.005] * 100 + [0.008] * 60 + [0.21] * 5, 161),  # stale weights after a harmless plateau
-        ([0.004] * 60 + [0.007] * 30 + [0.03] * 4, 91),
-    ],
-)
-def test_a_plateau_before_a_jump_is_not_its_step(sizes: list[float], step: int, tmp_path: Path) -> None:
-    said = verdict_of(trl_log(tmp_path, sizes))[0]
-    assert f"From step {step} on" in said and said.count("From step") == 1, said
 
 
 def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
@@ -245,17 +277,6 @@ def test_logs_of_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     verl_log(tmp_path / "mixed" / "b" / "b.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
     write_run(tmp_path / "mixed" / "c" / "mismatch", "fp16", steps=2)
     assert list(load_runs(tmp_path / "mixed")) == ["a", "b", "fp16"]
-    for name in ("first", "second"):
-        verl_log(tmp_path / "project" / f"{name}.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
-    assert list(load_runs(tmp_path / "project")) == ["first", "second"]
-
-
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = verl_log(tmp_path / "live.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
-    with path.open("a") as log:
-        log.write('{"step": 6, "data": {"rollo')
-    (run,) = load_runs(path).values()
-    assert run.last_step == 5 and "line 6 is torn" in run.problems[1]
 
 
 def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_path: Path) -> None:

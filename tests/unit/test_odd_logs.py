@@ -172,6 +172,9 @@ def test_an_odd_line_in_the_middle_of_verls_log(tmp_path: Path) -> None:
         (run,) = load_runs(file).values()
         assert [record.step for record in run.steps] == [1, 2, 3]
         assert "NaN" in odd or any("line 2 was left out" in problem for problem in run.problems)
+    file.write_text(f"{lines[0]}\n{odd}")  # and no more
+    (run,) = load_runs(file).values()
+    assert run.last_step == 1 and "line 2 is torn" in run.problems[1]
 
 
 def test_an_odd_step_in_an_event_file(tmp_path: Path) -> None:

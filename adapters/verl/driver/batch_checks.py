@@ -100,7 +100,7 @@ def check_settings(batch: Any, step: int, expected: SamplingSettings, penalty: f
     """
     scored = {name: getattr(expected, name) for name in READ} | NEUTRAL
     implied = {"repetition_penalty": penalty}
-    for key, extra in _extra_fields(batch):
+    for key, extra in extra_fields(batch):
         for settings in extra.get(SETTINGS, ()):
             for name, value in (implied | settings).items():
                 keeps_all = name == "top_k" and value <= 0 and scored[name] <= 0  # 0 and -1 are the same
@@ -124,7 +124,7 @@ def check_tokens(batch: Any, step: int, bad: BadKeys, metrics: MutableMapping[st
     Puts the share of such rollouts and tokens into `metrics`. Rollouts of which nobody noted it are left out.
     """
     forked = policy = misplaced = 0
-    noted = {key: extra[SAMPLED] for key, extra in _extra_fields(batch) if extra.get(SAMPLED)}
+    noted = {key: extra[SAMPLED] for key, extra in extra_fields(batch) if extra.get(SAMPLED)}
     keys = list(noted)
     for first in range(0, len(keys), CHUNK):
         part = keys[first : first + CHUNK]
@@ -172,7 +172,7 @@ def unsampled(
     return np.flatnonzero(np.asarray(mask) & ~known[prompt:])
 
 
-def _extra_fields(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def extra_fields(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each sampled rollout's key and its `extra_fields`."""
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     for first in range(0, len(keys), CHUNK):

@@ -14,21 +14,19 @@ import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
-    RolloutAnswer,
     check_reports,
-    check_vocabulary,
     engine_answers,
 )
-from mismatch_ext.adapters.verl.driver.servers import is_servers_own, read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 from mismatch_ext.adapters.verl.refusals import SYNC
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from mismatch_ext.banner import run_info
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
-from mismatch_ext.events import SYNC_UNANSWERED, WEIGHTS_UNVERIFIED
+from mismatch_ext.events import WEIGHTS_UNVERIFIED
 from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import VERL
@@ -55,7 +53,6 @@ class Processes:
         self._find_replicas: Callable[[], Sequence[Any]] = tuple
         self._probes: torch.Tensor | None = None
         self._checked: Checked | None = None
-        self._surplus: Mapping[str, Any] | None = None
 
     @property
     def replicas(self) -> Sequence[Any]:
@@ -71,30 +68,20 @@ class Processes:
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
         self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._checks)
-        # Asked apart, once no rank has failed: the pass takes all of them.
-        with self._checks.checking("vocabulary"):
-            self._surplus = workers.mismatch_vocabulary(self._probes.tolist(), len(tokenizer))[0]
-            check_vocabulary(self._surplus)
 
     def _read(self) -> Any:
         return read_rollouts(self.replicas, self._block, ANSWER_TIMEOUT)
 
     def follow_weights(self, step: int) -> None:
-        """Ask every rollout server which weights it has after the update of a step; raises RecordError if these are others.
+        """Note which weights the rollout servers were sent; after the first update, ask each of them.
 
-        After the first update, a server that does not answer is only told of: each rollout says itself which weights sampled it.
+        Later each rollout says itself which weights sampled it, and probes show whether they arrived.
         """
-        answers = dict(enumerate(self._read()))
         present = self.origins.present
-        if present is not None:
-            # Until it answers, a server counts as one that has the weights that it was sent.
+        if present is None:
+            self.origins.sent(step, engine_answers(enumerate(self._read())))
+        else:
             self.origins.present = replace(present, weight_version=step)
-            for number in [number for number, answer in answers.items() if _is_silent(answer)]:
-                error = answers.pop(number).failure
-                message = f"rollout server {number} does not say which weights it has: {type(error).__name__}: {error}"
-                self.event("warning", SYNC_UNANSWERED, message)
-        if answers:
-            self.origins.sent(step, engine_answers(answers.items()))
 
     def weights(self, resumed: Mapping[str, Any] | None) -> RolloutWeights | None:
         """Return the check of weight updates, which goes on from a checkpoint's state; None where they are not verified."""
@@ -138,22 +125,21 @@ class Processes:
 
     def check_refused(self, what: str, step: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Raise EngineError if a rollout server refused answers, because verl only drops them; `what` was sampled for a step."""
-        if refused := refused_answers(self.replicas, timeout):
+        try:
+            refused = refused_answers(self.replicas, timeout)
+        except EngineError as error:  # a server that is busy keeps what it refused until the next question
+            self.event("warning", "refusals", f"{what} of step {step}: {error}")
+            return
+        if refused:
             raise EngineError(f"{what} of step {step}: {refused}")
 
     def announce(self, step: int) -> None:
         """Open the metrics file, and say what is active, in which peer, and how; step 0 begins a run."""
         self.log.sampled_with(self._scored_sampling)
         self.log.begin(step or None)
-        checked, surplus = self._checked, self._surplus
+        checked = self._checked
         for message in [] if checked is None else checked.readiness:
             self.event("warning", READINESS, message)
-        if surplus is not None:
-            count = surplus["model_size"] - surplus["tokenizer_size"]
-            self.event("info", "vocabulary", f"{count} ids of the model are not in its tokenizer.", dict(surplus))
-        if OmegaConf.select(self._config, "actor_rollout_ref.model.use_fused_kernels"):
-            message = "use_fused_kernels: how probable ids are that the tokenizer does not have is not measured."
-            self.event("warning", "vocabulary", message)
         if bypasses(self._config):
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self.event("warning", "bypass", message)
@@ -226,10 +212,6 @@ class Processes:
         """Print an event's message, and write the event into the run's metrics file."""
         say_in_run(f"mismatch-ext: {message}")
         self.log.event(level, name, message, data)
-
-
-def _is_silent(answer: RolloutAnswer) -> bool:
-    return answer.failure is not None and is_servers_own(answer.failure)
 
 
 def bypasses(config: DictConfig) -> bool:

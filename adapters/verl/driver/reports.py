@@ -18,7 +18,7 @@ from mismatch_ext.adapters.verl.refusals import FIXES
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
-from mismatch_ext.names import OVER_UPDATES, PREFIX
+from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.rollout import EngineAnswer
 from mismatch_ext.versions import PEERS
@@ -27,9 +27,6 @@ Report = Mapping[str, Any]
 
 LOSS = "mismatch_ext.adapters.verl.loss"
 """Module of the loss that does what verl's own loss cannot."""
-
-SURPLUS_MASS = 1e-4
-"""Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
 
 NEEDED = {
     "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it.",
@@ -132,44 +129,6 @@ def under_our_names(metrics: MutableMapping[str, Any]) -> None:
     """Take verl's `actor/` off metrics that the workers' loss has given our prefix, in place."""
     for name in [name for name in metrics if name.startswith(f"actor/{PREFIX}")]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
-
-
-def take_ours(metrics: MutableMapping[str, Any], samples: int, taken: MutableMapping[str, list[Any]]) -> None:
-    """Take this package's metrics out of those of a local update, in place; `samples` is how many the update learned from."""
-    for name in [name for name in metrics if name.startswith(PREFIX)]:
-        taken.setdefault(name, []).append((float(metrics.pop(name)), samples))
-
-
-def over_updates(name: str, taken: Sequence[tuple[float, int]]) -> float:
-    """Return a metric's value for a step from its values in several updates, because verl would average counts too."""
-    values = [value for value, _ in taken]
-    leaf = name.rpartition("/")[2]
-    how = OVER_UPDATES.get(leaf)
-    if how == "last":
-        return values[-1]
-    if how == "sum":
-        return sum(values)
-    if leaf.endswith("_max"):
-        return max(values)
-    if leaf.endswith("_min"):
-        return min(values)
-    samples = sum(count for _, count in taken)
-    if not samples:
-        return sum(values) / len(values)
-    return sum(value * count for value, count in taken) / samples
-
-
-def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
-    """Refuse a model whose ids without text in the tokenizer, which the rollout masks, are probable, as a worker has measured."""
-    if surplus is None or surplus["mass_mean"] <= SURPLUS_MASS:
-        return
-    model, tokenizer = surplus["model_size"], surplus["tokenizer_size"]
-    raise ConfigError(
-        f"the model's vocabulary has {model} ids, its tokenizer {tokenizer}: verl's rollout masks the {model - tokenizer} ids "
-        f"between them and the trainer does not, and the policy gives them probability {surplus['mass_mean']:.3g} on average "
-        f"(allowed: {SURPLUS_MASS:g}), so that all log-probabilities differ by that mass. Resize the model's embeddings to the "
-        "tokenizer."
-    )
 
 
 def engine_answers(rollouts: Iterable[tuple[int, RolloutAnswer]]) -> list[EngineAnswer]:

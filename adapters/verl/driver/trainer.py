@@ -8,7 +8,7 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.bad_rows import JUDGED
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.bad_keys import mark, renormalize, replace_non_finite, take_out
+from mismatch_ext.adapters.verl.driver.bad_keys import mark, replace_non_finite, take_out
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     ExpertLoads,
     check_routes,
@@ -29,7 +29,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
 )
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
-from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
+from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
 from mismatch_ext.adapters.verl.driver.weights import LAST_TIMEOUT, RolloutWeights
 from mismatch_ext.adapters.verl.evidence import StoredBatch
 from mismatch_ext.adapters.verl.measure import (
@@ -40,7 +40,6 @@ from mismatch_ext.adapters.verl.measure import (
     Scoring,
     left_by_correction,
     measure,
-    sampled_rows,
     take_faults,
 )
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
@@ -54,7 +53,7 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.checks import Checks, FailedCheck
 from mismatch_ext.config import KlConfig, MismatchConfig, Trigger
 from mismatch_ext.correction import masked_sums_of
-from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError, WeightSyncError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import leading_statistics, numerics_statistics
@@ -104,8 +103,6 @@ class MismatchTrainer(_Host):
         self._judged_batch: StoredBatch | None = None  # that batch, as evidence
         self._has_reference = False  # whether the reference has scored that batch
         self._led = False  # whether a batch of this step has led the rate
-        self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
-        self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
         self._actor_updated = False  # since the last weight update
         self._resumed: dict[str, Any] = {}
@@ -173,14 +170,29 @@ class MismatchTrainer(_Host):
         """Ask the actor what it scores while the rollout sleeps, update as verl does, and ask every server what it has."""
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
+                self._save_if_wrong(self._weights.settle)
+        with self._checks.checking("weight_sync"):
+            if self._weights is not None:
                 self._weights.look()
         update()
         with self._checks.checking("records"):
             self._processes.follow_weights(self.global_steps)
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
-                self._weights.verify(stepped=self._actor_updated)
+                self._save_if_wrong(partial(self._weights.verify, stepped=self._actor_updated))
         self._actor_updated = False
+
+    def _save_if_wrong(self, judge: Callable[[], None]) -> None:
+        """Judge what the rollout servers have; the actor's weights are right all the same, and are saved before an error."""
+        try:
+            judge()
+        except WeightSyncError as error:
+            if self._checks.acts and self._saved_step != self.global_steps:
+                try:
+                    self._save_now()
+                except Exception as unsaved:
+                    raise error from unsaved
+            raise
 
     def on_validate_end(self, *args: Any, **kwargs: Any) -> None:
         with self._checks.checking("rollouts"):
@@ -198,21 +210,6 @@ class MismatchTrainer(_Host):
     def _has_routes(self) -> bool:
         """Whether rollouts come with the routes they were sampled with."""
         return self._block.routing is not None and self._block.routing.mode == "R3"
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take a step as verl does, and combine this package's metrics of its local updates, each as its kind requires."""
-        self._of_updates = {}
-        batch = super().step(metrics, timing_raw, *args, **kwargs)
-        metrics.update({name: over_updates(name, taken) for name, taken in self._of_updates.items()})
-        return batch
-
-    def _step_once(
-        self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Make a local update as verl does, and take this package's metrics out of those that verl averages."""
-        batch = super()._step_once(metrics, timing_raw, sample_batch_size, *args, **kwargs)
-        take_ours(metrics, len(sampled_rows(batch)), self._of_updates)
-        return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Score the batch as verl does; its rows are checked before and after the pass.
@@ -375,9 +372,7 @@ class MismatchTrainer(_Host):
                 sampled, left = self._measured.tokens, left_by_correction(batch)
                 self._log.sums.add("train", "masked", masked_sums_of(sampled[good], left[good]))
         if bad and self._checks.acts:
-            if self._normalizes(correction):
-                renormalize(batch, bad, str(correction.rollout_is))
-            take_out(batch, bad, str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode))
+            take_out(batch, bad)
         return batch
 
     def _corrects(self, correction: Any) -> bool:
@@ -385,12 +380,6 @@ class MismatchTrainer(_Host):
         if correction is None or bypasses(self.config):
             return False
         return bool(correction.get("rollout_rs") or correction.get("rollout_is"))
-
-    def _normalizes(self, correction: Any) -> bool:
-        """Return whether verl has divided the weights of a batch by their mean."""
-        if correction is None or bypasses(self.config):
-            return False
-        return bool(correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"))
 
     @property
     def _trains_on_nothing(self) -> bool:
@@ -407,13 +396,11 @@ class MismatchTrainer(_Host):
         """Update the actor as verl does, at the rate that this batch calls for."""
         if self._first_update:
             self._led = False
-        if self._block.lr is not None and not self._trains_on_nothing:
-            self._waiting.append(self._statistics(self._block.lr.trigger))
-            if not self._led:  # the rule counts steps: batches of later local updates lead the next step's rate
-                self._led = True
-                *earlier, latest = self._waiting
-                metrics.update(of_ranks(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
-                self._waiting = []
+        # The rule counts steps: the first batch that a step learns from leads all of its local updates.
+        if self._block.lr is not None and not self._trains_on_nothing and not self._led:
+            self._led = True
+            statistics = self._statistics(self._block.lr.trigger)
+            metrics.update(of_ranks(self.actor_rollout_wg.mismatch_update_lr(**statistics)))
         self._measured = None
         if self._kl is not None:
             self._kl.send(batch)
@@ -478,13 +465,17 @@ class MismatchTrainer(_Host):
     def _stop(self) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
         if self._saved_step != self.global_steps:
-            # Free the memory of servers that share the trainer's devices, as verl does before it saves.
-            if self.trainer_mode != SYNC:
-                self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
-            self.checkpoint_manager.sleep_replicas()
-            self._save_checkpoint()
+            self._save_now()
         self._log.saved(self._folder(self.global_steps))
         self.total_training_steps = self.global_steps
+
+    def _save_now(self) -> None:
+        """Save a checkpoint while the rollout servers are awake."""
+        # Free the memory of servers that share the trainer's devices, as verl does before it saves.
+        if self.trainer_mode != SYNC:
+            self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
+        self.checkpoint_manager.sleep_replicas()
+        self._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
         """Train as verl does, and write how the run ended."""
@@ -538,7 +529,6 @@ class MismatchTrainer(_Host):
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.term.state_dict(),
             "routing": None if self._draws is None else self._draws.state_dict(),
-            "lr": {"waiting": [dict(statistics) for statistics in self._waiting]} if self._waiting else None,
             "weight_sync": None if self._weights is None else self._weights.state_dict(),
         }
         write_state(self._folder(self.global_steps) / STATE_FILE, state)
@@ -569,19 +559,10 @@ class MismatchTrainer(_Host):
             said.append(self._kl.term.load_state_dict(state["kl"]))
         if self._draws is not None and state.get("routing") is not None:
             self._draws.load_state_dict(state["routing"])
-        self._waiting = waiting_of(state, self._block)
         self._log.load_state_dict(state, step=self.global_steps)
         self._resumed = state
         for message in filter(None, said):
             self._processes.event("warning", "settings_changed", message)
-
-
-def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:
-    """Return the statistics in a checkpoint's state that no update has taken, if they are of the run's trigger."""
-    saved = ((state.get("config") or {}).get("lr") or {}).get("trigger")
-    if block.lr is None or block.lr.trigger != saved:
-        return []
-    return list((state.get("lr") or {}).get("waiting", ()))
 
 
 def actor_seed(config: DictConfig) -> int:

@@ -208,13 +208,8 @@ class RolloutWeights:
     def look(self) -> None:
         """Ask all ranks for the actor's present weights, which come to the device for it: the rollout must sleep.
 
-        First judges what the engines said of the last update. Raises WeightSyncError as `verify` does, and if ranks differ.
+        Raises WeightSyncError if ranks differ.
         """
-        wrong: WeightSyncError | None = None
-        try:
-            self.settle()
-        except WeightSyncError as error:
-            wrong = error  # a run that only measures goes on, and its next update is judged by this look
         found = self._workers.mismatch_look(self._probes.tolist(), self._dtype)
         self._shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
         self._sums = added(answer["sums"] for answer in found)
@@ -223,8 +218,6 @@ class RolloutWeights:
             logprobs=of_ranks[0], fingerprint="|".join(answer["fingerprint"] for answer in found)
         )
         self._compare_ranks(of_ranks)
-        if wrong is not None:
-            raise wrong
 
     def _compare_ranks(self, logprobs: Tensor) -> None:
         """Raise if a rank of the actor scores the probes `[ranks, N, T-1]` with other weights than the first one."""
@@ -253,7 +246,7 @@ class RolloutWeights:
 
         `stepped` says whether the actor's optimizer has stepped since the last update.
         If a server does not answer, nothing is known of this update, which is a warning. Raises WeightSyncError as
-        `WeightVerifier.verify` does; if the engines answer in the background, the next call of `look` does.
+        `WeightVerifier.verify` does; if the engines answer in the background, the next call of `settle` does.
         """
         if self._looked is None:
             return

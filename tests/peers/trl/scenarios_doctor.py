@@ -47,7 +47,7 @@ def trl_passes(out: str) -> dict[str, Any]:
     import trl.generation.vllm_generation as module
     from datasets import Dataset
     from mismatch_ext.adapters.doctor.sides import Run
-    from mismatch_ext.adapters.trl.doctor import _parsed, read_trl
+    from mismatch_ext.adapters.doctor.trl_run import _parsed, read_trl
     from trl import GRPOTrainer
     from vllm import SamplingParams
 

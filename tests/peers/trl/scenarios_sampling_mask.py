@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -185,16 +186,25 @@ class OtherTokens(MismatchGRPOTrainer):
         return super()._compute_loss(model, {**inputs, "prompt_ids": prompts}) + 0 * own
 
 
+class OtherModel(MismatchGRPOTrainer):
+    """Lets a copy of the model score the rows of its loss."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            model = copy.deepcopy(self.accelerator.unwrap_model(model))
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+
 def parts(model: str, out: str) -> None:
-    """Train a step by trainers whose passes are over parts of a batch, or over other tokens."""
+    """Train a step by trainers whose passes are over parts of a batch, over other tokens, or of another model."""
     with one_engine():
-        for kind in (PartsOutside, PartsInside, Filtered, Chunks, OtherTokens):
+        for kind in (PartsOutside, PartsInside, Filtered, Chunks, OtherTokens, OtherModel):
             given = arguments(f"{out}/{kind.__name__}", max_steps=1, bf16=False, **SETTINGS["all"])
             given |= {"beta": 0.1, "mismatch": {**BLOCK, "kl": {}}} if kind is Chunks else {"mismatch": BLOCK}
             args = MismatchGRPOConfig(**given)
             trainer: Any = kind(model=model, reward_funcs=graded, args=args, train_dataset=rows())
             trainer.far = []
-            if kind is OtherTokens:
+            if kind in (OtherTokens, OtherModel):
                 words = "mismatch.sampling_mask, but the loss was computed without a replayed forward pass"
                 with pytest.raises(ReplayError, match=words):
                     trainer.train()

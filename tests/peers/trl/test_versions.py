@@ -44,8 +44,9 @@ def test_overrides_pass_on_what_a_later_release_adds() -> None:
     host = type("Host", (), dict.fromkeys(overridden, lambda self, *_, **named: heard.append(named)))
     mine: Any = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
     mine.args = None
-    names = importlib.import_module("mismatch_ext.adapters.trl.upstream").LIST["hook"][1]["names"]
-    assert set(overridden) == {name.rpartition(".")[2].partition("(")[0] for name in names}
+    measured, stepped, *_ = importlib.import_module("mismatch_ext.adapters.trl.upstream").LIST["hook"]
+    names = {name.rpartition(".")[2].partition("(")[0] for name in (*measured["names"], *stepped["names"])}
+    assert set(overridden) == names
     for name, method in overridden.items():
         needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]
         positional = [None for one in needed[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]

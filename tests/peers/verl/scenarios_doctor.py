@@ -46,9 +46,9 @@ def verl_passes(out: str) -> dict[str, Any]:
 
     sys.path.insert(0, str(write_vllm_stub(Path(out), "0.30.0")))
     from mismatch_ext.adapters.doctor.sides import Run
+    from mismatch_ext.adapters.doctor.verl_command import composed
+    from mismatch_ext.adapters.doctor.verl_run import read_verl
     from mismatch_ext.adapters.transformers.doctor.models import load_model
-    from mismatch_ext.adapters.verl.doctor import read_verl
-    from mismatch_ext.adapters.verl.dry_run import composed
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     overrides = [*OVERRIDES, f"actor_rollout_ref.model.path={FOLDER / 'dense'}"]

@@ -340,9 +340,6 @@ def faults() -> dict[str, str]:
     engine = built("R3", R3)
     found = {name: refused(passed, engine, spoilt(change), forward_only=True) for name, change in SPOILT.items()}
     found["none"] = refused(passed, engine, batch(), forward_only=True)
-    found["no_flag"] = refused(passed, engine, batch(routes(), flag=None), forward_only=True)
-    found["flag_off"] = refused(passed, engine, batch(routes(), flag=False))
-    found["not_built_for_it"] = refused(passed, built("disabled", R3), batch(routes()))
     engine = built("R3", R3)
     found["left_out"] = refused(surplus_list, engine)
     for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):

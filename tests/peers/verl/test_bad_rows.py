@@ -16,10 +16,6 @@ def test_other_rows_keep_their_gradients(run: Run, scenario: Scenario) -> None:
     run(scenario).expect()
 
 
-def test_the_mean_of_normalized_weights_is_that_of_good_rows(run: Run) -> None:
-    run(scenarios.normalized).expect()
-
-
 def test_driver_and_workers_tell_each_other_which_rows_are_bad(run: Run) -> None:
     run(scenarios.marked).expect()
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ BATCHES = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 )
+CORRECTION = "algorithm.rollout_correction"
 DENSE = (*GRPO, *BATCHES, f"actor_rollout_ref.model.path={FOLDER / 'dense'}")
 
 
@@ -54,9 +56,30 @@ def test_the_line_of_the_page_runs_as_it_is_pasted() -> None:
     assert shell(line).endswith("verdict: accepted\n")
 
 
-def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = checked(capsys, *DENSE, "+mismatch={}", "data.train_batch_size=3", "trainer.n_gpus_per_node=8")
-    assert status == 1 and found["refused"][0].startswith("verl: AssertionError: real_train_batch_size")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("data.train_batch_size=3 trainer.n_gpus_per_node=8", "AssertionError: real_train_batch_size"),
+        # By its workers, or with the first batch.
+        ("actor_rollout_ref.rollout.mode=sync", "InstantiationException: .*'sync' has been removed"),
+        (f"{CORRECTION}.rollout_rs=geometric {CORRECTION}.rollout_rs_threshold=1.01", "ValueError: .*geometric"),
+        (f"{CORRECTION}.rollout_rs=token_k1", "ValueError: .*threshold"),
+    ],
+)
+def test_what_verl_itself_refuses_is_refused(
+    words: str, error: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"M={words.split()[0]}\npython3 -m verl.trainer.main_ppo {' '.join(DENSE)} \\\n $M {words} > log\n"
+    )
+    status, found = checked(capsys, str(script), "+mismatch={}")
+    assert status == 1 and re.match(f"verl: {error}", found["refused"][0])
+
+
+def test_a_setting_that_verl_does_not_have_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = checked(capsys, *DENSE, "+mismatch={}", f"+{CORRECTION}.rollout_token_veto_threshold=1e-4")
+    assert status == 0 and "RolloutCorrectionConfig of this verl has no such setting" in found["warnings"][0]
 
 
 def test_a_config_that_only_measures_says_what_is_left_out_or_that_nothing_is_measured(

@@ -67,19 +67,10 @@ def test_rejection_leaves_the_kl_of_every_sampled_token_and_a_carried_coefficien
     run(in_engine.terms, out=tmp_path).expect()
 
 
-def test_a_loss_that_is_replaced_after_the_start_trains_nothing(run: Run, tmp_path: Path) -> None:
-    found = run(in_engine.replaced, out=tmp_path).expect()
-    for name, key in (("kl", "mismatch.kl: "), ("off-policy mask", "mismatch.correction.off_policy_threshold: ")):
-        own, stock, moved = found[name]
-        assert own == "nothing was refused" and not moved, name
-        assert stock.startswith(f"ConfigError: {key}") and "the loss verl.workers.utils.losses.ppo_loss." in stock, name
-    # It runs with verl's own loss.
-    assert found["neither"] == ["nothing was refused", "nothing was refused", True]
-    weighted, plain, wrapped, supervised = found["weights"]
+def test_an_update_without_the_weights_of_a_correction_is_refused(run: Run, tmp_path: Path) -> None:
+    weighted, plain = run(in_engine.weighed, out=tmp_path).expect()
     assert weighted == "nothing was refused"
     assert plain.startswith("RecordError: mismatch.correction: this update's samples have no 'rollout_is_weights'")
-    for other in (wrapped, supervised):
-        assert other.startswith("ConfigError: mismatch.correction: it takes verl's ppo_loss or this package's loss")
 
 
 @pytest.mark.in_process
@@ -88,7 +79,7 @@ def test_a_policy_loss_that_ignores_the_weights_of_a_correction_is_refused_at_th
     runs = {name for name, said in found.items() if said == "nothing was refused"}
     assert runs == {
         "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
-        "multiplies", "draws and multiplies", "rejects", "bypass",
+        "multiplies", "draws and multiplies",
     }  # fmt: skip
     same, shaky = "has tokens with the same slope for two weights", "is not finite or not repeatable"
     for name, said in {

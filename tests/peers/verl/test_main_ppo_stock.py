@@ -40,15 +40,16 @@ def parameters(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("mode", [(), COLOCATE, SEPARATE], ids=["sync", "colocate_async", "separate_async"])
-def test_installed_without_a_block_changes_no_number(mode: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_block_and_one_that_measures_change_no_number(mode: tuple[str, ...], tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model")
     # Which answers make a batch hangs on when they end; here each batch is of the prompts that were asked for last.
     overrides = [*dtypes("bfloat16"), *mode, *(IN_TURN if mode else ()), "trainer.total_training_steps=2"]
-    stock, installed = (
-        run_verl(tmp_path / str(plugin), overrides, model=model, plugin=plugin) for plugin in (False, True)
-    )
+    block = ["+mismatch={}"] if mode else []
+    stock = run_verl(tmp_path / "stock", overrides, model=model, plugin=False)
+    installed = run_verl(tmp_path / "installed", [*overrides, *block], model=model, plugin=True)
     assert numbers(installed.expect(2)) == numbers(stock.expect(2))
-    assert installed.reports is None
+    assert (installed.reports is None) == (not block)
+    assert all(("mismatch/k3_kl" in step) == bool(block) for step in installed.steps)
     assert all(step["actor/grad_norm"] > 0 for step in stock.steps)
 
 

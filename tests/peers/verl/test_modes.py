@@ -29,21 +29,7 @@ def test_a_step_is_one_where_an_update_of_it_was_skipped(run: Run, dense: Path, 
 
 
 @pytest.mark.numeric
-def test_every_batch_of_a_step_is_counted_once_and_a_step_without_statistics_is_refused(run: Run, dense: Path) -> None:
+def test_a_step_is_led_once_and_one_without_statistics_is_refused(run: Run, dense: Path) -> None:
     found = run(scenarios.statistics, model=dense).expect()
-    # The first step knows its first batch; the next one also what came after that.
     assert found["history"] == [20.0, 15.0]
     assert found["left_out"].startswith("ConfigError") and "gave no statistics before this update" in found["left_out"]
-
-
-def test_counts_of_a_steps_updates_are_summed_where_verl_averages_them(run: Run) -> None:
-    found = run(scenarios.added_up).expect()
-    assert found["verl"]["mismatch/skipped_steps"] == pytest.approx(5 / 3)  # of one sample and of two
-    assert {name.removeprefix("mismatch/"): value for name, value in found["ours"].items()} == {
-        "skipped_steps": 3,
-        "routing/compared_tokens": 40,
-        "rollout_is_max": 2,
-        "rollout_is_min": 0.5,
-        "kl_coef": 0.2,
-        "kl_ref_k3": 3,
-    }

@@ -170,7 +170,7 @@ MEASURED = {
 }
 
 
-HANDED_ON = ("actor_rollout_ref.mismatch", "actor_rollout_ref.rollout.custom")
+HANDED_ON = "actor_rollout_ref.rollout.custom"
 
 
 def measured(*given: str) -> tuple[set[str], DictConfig]:

@@ -11,11 +11,10 @@ import torch
 from mismatch_ext.adapters.verl import measure
 from mismatch_ext.adapters.verl.bad_rows import FAULT, bad_rows, number_of
 from mismatch_ext.adapters.verl.driver import bad_keys, batch_checks
-from mismatch_ext.adapters.verl.loss import BASELINE, WEIGHTS, make_loss
-from mismatch_ext.adapters.verl.measure import BEFORE, OLD, REFERENCE, ROLLOUT, BadKeys, Scoring
+from mismatch_ext.adapters.verl.loss import BASELINE, make_loss
+from mismatch_ext.adapters.verl.measure import OLD, REFERENCE, ROLLOUT, BadKeys, Scoring
 from tensordict import TensorDict
 from torch import Tensor
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
@@ -77,13 +76,13 @@ def judged(given: Queue) -> tuple[Any, BadKeys]:
     return keys, bad
 
 
-def taken_out(rows: dict[str, list[Tensor]], mode: str) -> dict[str, list[Tensor]]:
+def taken_out(rows: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     """Return the fields that workers fetch of a batch, after the driver has taken out what it found to be bad."""
     given = Queue(rows)
     keys, bad = judged(given)
     bad_keys.replace_non_finite(keys, bad)
     bad_keys.mark(keys, bad)
-    bad_keys.take_out(keys, bad, mode)
+    bad_keys.take_out(keys, bad)
     return {name: given.rows[name] for name in keys.fields}
 
 
@@ -109,14 +108,14 @@ def gradients(loss: Any, rows: dict[str, list[Tensor]]) -> tuple[Tensor, list[Te
     return value.detach(), list(found[0].split(lengths)), list(found[1].split(lengths))
 
 
-def check(loss: Any, mode: str, poison: tuple[str, ...], case: str, *, chosen: bool = True) -> None:
+def check(loss: Any, poison: tuple[str, ...], case: str, *, chosen: bool = True) -> None:
     """Compare a batch with a bad row, taken out, with the same batch in which the row is good; `chosen` compares all rows."""
     _, whole, whole_entropy = gradients(loss, rows_of())
     rows = rows_of()
     for name in poison:
         rows[name][BAD] = rows[name][BAD].clone()
         rows[name][BAD][0] = float("nan")
-    value, found, entropy = gradients(loss, taken_out(rows, mode))
+    value, found, entropy = gradients(loss, taken_out(rows))
     assert value.isfinite() and whole[BAD].any(), case
     assert not found[BAD].any() and not entropy[BAD].any(), case
     for row in set(range(len(LENGTHS))) - {BAD} if chosen else ():
@@ -132,9 +131,8 @@ def losses() -> None:
             {"loss_mode": mode, **options}, loss_agg_mode=aggregation, use_kl_loss=False, entropy_coeff=0.0
         )
         for poison in ((ROLLOUT,), (OLD,), (OLD, ROLLOUT)):
-            # clip_cov chooses among tokens by their ratios, which nobody knows where the old log-probability is not finite.
-            chosen = mode != "clip_cov" or OLD not in poison
-            check(partial(ppo_loss, config=config), mode, poison, f"{mode} {aggregation} {poison}", chosen=chosen)
+            chosen = mode not in ("clip_cov", "kl_cov")  # which choose among all tokens of a micro-batch
+            check(partial(ppo_loss, config=config), poison, f"{mode} {aggregation} {poison}", chosen=chosen)
 
 
 def terms() -> None:
@@ -144,38 +142,7 @@ def terms() -> None:
     for aggregation, poison in itertools.product(AGGREGATIONS, (OLD, REFERENCE)):
         config = actor_config(loss_agg_mode=aggregation, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.1)
         for loss in (partial(ppo_loss, config=config), make_loss(config, block)):
-            check(loss, "vanilla", (poison,), f"{loss} {aggregation} {poison}")
-
-
-def normalized() -> None:
-    """Let verl normalize weights of a batch with a bad row; those of good rows become what they are without that row."""
-    for level in ("token", "sequence"):
-        rows = rows_of()
-        rows[ROLLOUT][BAD] = rows[OLD][BAD] - 0.9  # heavier than the others
-        weights = weights_of_verl(rows, level)
-        without = weights_of_verl({name: values[:BAD] + values[BAD + 1 :] for name, values in rows.items()}, level)
-        given = Queue(rows | {WEIGHTS: weights, BEFORE: [torch.ones(length) for length in LENGTHS]})
-        bad_keys.tq = given  # type: ignore[assignment]
-        keys = keys_of(given)
-        bad = BadKeys(keys)
-        bad.add(key_of(BAD), "tokens", "")
-        bad_keys.renormalize(keys, bad, level)
-        found = given.rows[WEIGHTS]
-        for row, expected, verls in zip(
-            found[:BAD] + found[BAD + 1 :], without, weights[:BAD] + weights[BAD + 1 :], strict=True
-        ):
-            torch.testing.assert_close(row, expected, rtol=1e-6, atol=0)
-            assert not torch.allclose(row, verls, rtol=1e-2, atol=0)
-
-
-def weights_of_verl(rows: dict[str, list[Tensor]], level: str) -> list[Tensor]:
-    """Return verl's own normalized weights of rows."""
-    ratio = nested([old - rollout for old, rollout in zip(rows[OLD], rows[ROLLOUT], strict=True)])
-    mask = nested([torch.ones(len(row)) for row in rows[OLD]]).to_padded_tensor(0.0)
-    weights, _ = compute_rollout_correction_weights(
-        ratio.to_padded_tensor(0.0), mask, level, rollout_is_threshold=50.0, rollout_is_batch_normalize=True
-    )
-    return [row[: len(old)] for row, old in zip(weights, rows[OLD], strict=True)]
+            check(loss, (poison,), f"{loss} {aggregation} {poison}")
 
 
 def marked() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.behavior import check_loss
+from mismatch_ext.adapters.verl.behavior import check_weights
 from mismatch_ext.adapters.verl.config import set_correction, set_kl
-from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.loss import make_loss, weighs
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
 from omegaconf import OmegaConf
@@ -98,8 +98,8 @@ def policy_losses() -> dict[str, str]:
         "fails": lambda **given: 1 / 0,
         "multiplies": lambda **given: mean(plain(given) * given["rollout_is_weights"], given),
     }
-    corrected = {"weights": "tis", "rejects": "decoupled_k3_rs", "bypass": "bypass_pg_is"}
-    blocks = {name: block_of(correction={"preset": preset}) for name, preset in corrected.items()}
+    corrected = ("tis", "decoupled_k3_rs", "bypass_pg_is")
+    assert [weighs(block_of(correction={"preset": preset})) for preset in corrected] == [True, False, False]
     verls, found, state = list(core_algos.POLICY_LOSS_REGISTRY), {}, torch.get_rng_state()
     for name, function in users.items():
         core_algos.register_policy_loss(name)(function)
@@ -107,12 +107,10 @@ def policy_losses() -> dict[str, str]:
         for name in {*verls, *users} - {"fails"}:
             # A bound as narrow as GSPO's would clip every ratio that is off 1 by a thousandth.
             config = actor_config({"loss_mode": name, "dro_beta": 0.1}, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
-            found[name] = refused(check_loss, blocks["weights"], config)
-        for name in ("rejects", "bypass"):
-            found[name] = refused(check_loss, blocks[name], actor_config({"loss_mode": "ignores"}))
+            found[name] = refused(check_weights, config)
         for name, config in (("fails", {"loss_mode": "fails"}), ("unset", {"loss_mode": "dro"})):
             with warnings.catch_warnings(record=True, action="always") as warned:
-                assert refused(check_loss, blocks["weights"], actor_config(config)) == "nothing was refused"
+                assert refused(check_weights, actor_config(config)) == "nothing was refused"
             found[name] = str(warned[0].message)
     finally:
         for name in users:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.losses import ppo_loss
 
 from examples.arithmetic.tokenizer import make_tokenizer
 from tests.peers.forks import on_ranks
@@ -28,7 +28,7 @@ from tests.peers.verl.in_process.losses import (
     relative,
 )
 from tests.peers.verl.in_process.routes import refused
-from tests.peers.verl.in_process.workers import parameters, update, worker
+from tests.peers.verl.in_process.workers import update, worker
 
 VOCABULARY, HORIZON = 4, 3
 K3 = {"estimator": "k3", "placement": "loss", "target": "token"}
@@ -166,36 +166,12 @@ def terms(out: str) -> None:
     assert relative(twice, 2 * once) < 1e-6 and number(metrics["kl_coef"]) == 0.6
 
 
-def replaced(out: str) -> dict[str, Any]:
-    """Update with a loss that something has set after the start, for each block that takes ours and for one that does not."""
+def weighed(out: str) -> list[str]:
+    """Update with the weights of a correction, and without them."""
     policy = build_policy(Path(out))
     data = sampled_batch(policy)
-    stock, found = partial(ppo_loss, config=actor_config()), {}
-    kl = {"estimator": "k3", "placement": "loss", "target": "token", "baseline": "none", "coef": 0.3}
-    blocks: dict[str, Any] = {
-        "kl": {"kl": kl},
-        "off-policy mask": {"correction": {"off_policy_threshold": 0.05}},
-        "neither": {},
-    }
-    for name, block in blocks.items():
-        built = worker(policy, block)
-        built.set_loss_fn(make_loss(actor_config(), block_of(**block)))
-        own = refused(update, built, data)
-        before = parameters(built)
-        built.set_loss_fn(stock)
-        found[name] = [own, refused(update, built, data), before != parameters(built)]
-        built.infer_batch(tu.assign_non_tensor(data.clone(), compute_loss=False))  # scores are not trained on
-    return found | {"weights": _weighed(policy, data)}
-
-
-def _weighed(policy: str, data: TensorDict) -> list[str]:
-    """Update with weights of a correction, without them, and with losses that nobody knows to multiply by them."""
     block = {"correction": {"preset": "token_truncate"}}
     built, weighted = worker(policy, block), data.clone()
     weighted["rollout_is_weights"] = data["old_log_probs"].exp()
     built.set_loss_fn(make_loss(actor_config(), block_of(**block)))
-    found = [refused(update, built, weighted), refused(update, built, data)]
-    for other in (lambda **given: ppo_loss(actor_config(), **given), partial(sft_loss, config=actor_config())):
-        built.set_loss_fn(other)
-        found.append(refused(update, built, weighted))
-    return found
+    return [refused(update, built, weighted), refused(update, built, data)]

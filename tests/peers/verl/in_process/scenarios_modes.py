@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.driver.reports import over_updates, take_ours
 from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from mismatch_ext.checks import Checks
 from tests.peers.verl.in_process.workers import (
@@ -22,41 +20,6 @@ from tests.peers.verl.in_process.workers import (
     update,
     worker,
 )
-
-UPDATES: tuple[dict[str, float], ...] = (
-    {
-        "skipped_steps": 1,
-        "routing/compared_tokens": 10,
-        "rollout_is_max": 2,
-        "rollout_is_min": 0.5,
-        "kl_coef": 0.1,
-        "kl_ref_k3": 1,
-    },
-    {
-        "skipped_steps": 2,
-        "routing/compared_tokens": 30,
-        "rollout_is_max": 1,
-        "rollout_is_min": 0.7,
-        "kl_coef": 0.2,
-        "kl_ref_k3": 4,
-    },
-)
-"""Metrics of a step's two local updates, of one sample and of two."""
-
-
-def added_up() -> dict[str, dict[str, float]]:
-    """Add up the metrics of two local updates as verl does, and as ours."""
-    stock, ours = MetricsAggregator(), dict[str, list[Any]]()
-    for samples, update_metrics in enumerate(UPDATES, start=1):
-        metrics: dict[str, float] = {f"mismatch/{name}": value for name, value in update_metrics.items()}
-        stock.add_step_metrics(metrics, sample_count=samples)
-        metrics["actor/lr"] = 1.0
-        take_ours(metrics, samples, ours)
-        assert metrics == {"actor/lr": 1.0}
-    return {
-        "verl": stock.get_aggregated_metrics(),
-        "ours": {name: over_updates(name, taken) for name, taken in ours.items()},
-    }
 
 
 def detached(kind: type[Any], built: Any) -> Any:
@@ -124,13 +87,12 @@ def skipped(model: str, folder: str) -> list[float]:
 
 
 def statistics(model: str) -> dict[str, Any]:
-    """Lead a rule by the statistics of a step's two batches, and leave one out."""
+    """Lead a rule by the statistics of two steps of two batches, and leave one out."""
     mode = RunMode(name="separate_async", updates=2)
     built = worker(model, {"lr": {"trigger": "response_length"}}, mode=mode)
     data = scored(built, batch())
     for step in range(2):
-        earlier = [{"response_length": 10.0 * step}] if step else []
-        built.engine.mismatch_update_lr(*earlier, response_length=20.0)
+        built.engine.mismatch_update_lr(response_length=20.0 - 5 * step)
         for _ in range(2):
             update(built, data)
     history = [measurement.value for measurement in built.engine._rate.state.history]

@@ -99,7 +99,7 @@ def settings_of_requests() -> list[str]:
         conversation = Conversation()
         conversation.note_settings(given)
         rows = [("key", {SETTINGS: conversation.settings})]
-        with mock.patch.object(batch_checks, "_extra_fields", return_value=iter(rows)):
+        with mock.patch.object(batch_checks, "extra_fields", return_value=iter(rows)):
             found.append(refused(batch_checks.check_settings, None, 1, expected, 1.0 if given else 1.1))
     return found
 
@@ -129,12 +129,12 @@ def sizes_of_rows() -> dict[str, Any]:
 
 
 def led_rates() -> list[int]:
-    """Return how many statistics each local update of two steps gives the rate's rule; the first one has bad rows only."""
+    """Return how often each local update of two steps leads the rate; the first one has bad rows only."""
     told: list[int] = []
 
     class Workers:
-        def mismatch_update_lr(self, *statistics: Any, **latest: Any) -> list[dict[str, float]]:
-            told[-1] += 1 + len(statistics)
+        def mismatch_update_lr(self, **statistics: float) -> list[dict[str, float]]:
+            told[-1] += 1
             return [{}]
 
         def mismatch_metrics(self) -> list[dict[str, float]]:
@@ -148,7 +148,7 @@ def led_rates() -> list[int]:
 
     driver: Any = object.__new__(type("Trainer", (MismatchTrainer, Host), {}))
     driver._block = block_of(lr={"period": 2})
-    driver._kl, driver._checks, driver._waiting = None, Checks(True), []
+    driver._kl, driver._checks = None, Checks(True)
     driver.actor_rollout_wg, driver.parameter_sync_step = Workers(), 3
     driver._statistics = lambda trigger: {"mean_length": 1.0}
     for update, trains in enumerate([False, True, True, True, True, True]):

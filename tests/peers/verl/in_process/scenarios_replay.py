@@ -110,16 +110,6 @@ def stock(model: str) -> dict[str, Any]:
     return expected
 
 
-def disabled(model: str) -> None:
-    """Check that a config that only measures names a scaler that has disabled itself, and leaves it."""
-    expected = trained(worker(model, vendor=None, dtype="float16"), batch())
-    built = worker(model, {}, dtype="float16")
-    assert trained(built, batch()) == expected
-    assert type(built.engine.scaler).__name__ == "ShardedGradScaler"
-    (failed,) = built.engine.checks.take()
-    assert failed.check == "loss_scaler" and "has disabled itself" in failed.message
-
-
 def replay(model: str) -> None:
     """Compare native, recorded and replayed passes and updates, whole and checkpointed."""
     native = trained(worker(model, vendor=None), batch())

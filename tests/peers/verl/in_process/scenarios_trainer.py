@@ -16,7 +16,9 @@ from omegaconf import DictConfig, open_dict
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import read_rollouts
+from mismatch_ext.errors import WeightSyncError
 from tests.peers.verl.in_process.losses import host_config
+from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
 from tests.peers.verl.recorded import recorded
 
@@ -43,11 +45,7 @@ class Workers:
         self.asked.append("report")
         return [self.report]
 
-    def mismatch_vocabulary(self, token_ids: Any, tokenizer_size: int) -> list[Any]:
-        self.asked.append("vocabulary")
-        return [None]
-
-    def mismatch_update_lr(self, *earlier: Any, **statistics: float) -> list[dict[str, float]]:
+    def mismatch_update_lr(self, **statistics: float) -> list[dict[str, float]]:
         self.asked.append(f"update_lr {statistics['response_length']:.2f}")
         return [{"lr_multiplier": 1.0}]
 
@@ -65,7 +63,7 @@ def batches_without_good_rows() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     told: list[bool] = []
-    weights = SimpleNamespace(look=lambda: None, verify=lambda *, stepped: told.append(stepped))
+    weights = SimpleNamespace(settle=list, look=list, verify=lambda *, stepped: told.append(stepped))
     for name, count, acts in (("one is good", 5, True), ("none is good", 6, True), ("only measured", 6, False)):
         driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
         driver._block, driver._kl = MismatchConfig(), None
@@ -83,6 +81,37 @@ def batches_without_good_rows() -> dict[str, Any]:
             driver._update_weights(lambda: None)
         found[name] = {"updates": len(driver.extra), "stepped": list(told)}
     return found
+
+
+def saved_before_an_error() -> list[Any]:
+    """Return what a run saves, of steps 3 and 3 again, before the error about weights that did not arrive, and its error."""
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
+
+    def wrong(*, stepped: bool) -> None:
+        raise WeightSyncError("stale")
+
+    kind: Any = type("Trainer", (MismatchTrainer, StandIn), {})
+    driver, done = object.__new__(kind), list[Any]()
+    driver._checks, driver.trainer_mode, driver.global_steps = Checks(True, lambda: 3), "sync", 3
+    driver._processes = SimpleNamespace(follow_weights=lambda step: None)
+    driver._weights, driver._actor_updated, driver._saved_step = (
+        SimpleNamespace(settle=list, look=list, verify=wrong),
+        True,
+        2,
+    )
+    driver.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("sleep"))
+
+    def save() -> None:
+        done.append("save")
+        driver._saved_step = 3
+
+    driver._save_checkpoint = save
+    return [
+        refused(driver._update_weights, lambda: None),
+        *done,
+        refused(driver._update_weights, lambda: None),
+        *done[2:],
+    ]
 
 
 class StandIn:

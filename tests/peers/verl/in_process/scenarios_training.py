@@ -14,14 +14,9 @@ from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.in_process.workers import R3, batch, parameters, scored, update, worker
 
 
-def refusals(dense: str, moe: str) -> dict[str, str]:
-    """Build engines that cannot do what their block asks for."""
-    fp16 = {"precision": {"dtype": "float16"}}
-    return {
-        "dense": refused(worker, dense, {"routing": R3}),
-        "dtype": refused(worker, dense, fp16, dtype="bfloat16"),
-        "disabled": refused(worker, dense, {"monitor": {"weight_sync": "error"}}, dtype="float16"),
-    }
+def refusals(dense: str) -> str:
+    """Build an engine that is to replay a model without experts."""
+    return refused(worker, dense, {"routing": R3})
 
 
 def scaler(model: str) -> dict[str, Any]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import importlib.metadata
 import io
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from mismatch_ext.adapters.doctor.verl_command import arguments_of, composed, require
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
+from mismatch_ext.rollout import SamplingSettings
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 """verl's own agent loops, which hand on what the package needs."""
@@ -60,10 +61,9 @@ class DryRun:
 
 def dry_run(words: Sequence[str]) -> DryRun:
     """Make the driver's checks for the arguments of `main_ppo`; raises ConfigError if there is no configuration to check."""
-    given = _arguments(words)
     verls = io.StringIO()
     with contextlib.redirect_stdout(verls), warnings.catch_warnings(record=True) as warned:
-        config = composed(given.overrides, given.config_path, given.config_name)
+        config = composed(words)
         before = _values(config)
         warned.clear()
         warnings.simplefilter("always")
@@ -73,6 +73,7 @@ def dry_run(words: Sequence[str]) -> DryRun:
             require(config, ["actor_rollout_ref.rollout.name"])  # verl's own file leaves it to the user
             acts, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
+    told += _of_no_effect(arguments_of(words).overrides)
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]
     said = [
         line for line in said if not line.startswith("algorithm.rollout_correction: ")
@@ -169,8 +170,12 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         validate_config(
             config=checked, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
         )
+        _as_later(config)
     except Exception as error:  # noqa: BLE001 - whatever verl refuses with
         return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
+    later += _biased(rollout)
+    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        warnings.warn("mismatch.monitor: in bypass mode no pass of the trainer measures the gap", stacklevel=2)
     if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
         later.append(f"workers: a policy loss {mode!r} is registered")
     if group.actor.strategy == "fsdp" and group.model.lora_rank and not group.model.lora.get("merge"):
@@ -185,41 +190,36 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     return acts, [], later
 
 
-def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mismatch-ext compat --verl", add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--config-path", "-cp", default="config")
-    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
-    return parser.parse_intermixed_args(words)
+def _as_later(config: Any) -> None:
+    """Make the checks that verl makes in its workers, and with the first batch; raises what verl raises."""
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+    from verl.utils.config import omega_conf_to_dataclass
+
+    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    correction = config.algorithm.get("rollout_correction")
+    if correction is not None:
+        logprobs = {name: torch.full((2, 4), -1.0) for name in ("old_log_probs", "rollout_log_probs")}
+        batch = DataProto.from_dict(tensors=logprobs | {"response_mask": torch.ones(2, 4)})
+        compute_rollout_correction_and_add_to_batch(batch, correction)
 
 
-def composed(overrides: Sequence[str], folder: str = "config", name: str = "ppo_trainer") -> Any:
-    """Compose verl's configuration from arguments of `main_ppo`; raises ConfigError if Hydra refuses them."""
-    try:
-        import verl.trainer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--verl: {error}. Run this where verl is installed.") from error
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+def _of_no_effect(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each setting that was added where verl reads the fields of a dataclass and has none of this name."""
+    from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 
-    where = Path(verl.trainer.__path__[0], folder).resolve()  # as Hydra's main, below the module that calls it
-    try:
-        with initialize_config_dir(version_base=None, config_dir=str(where)):
-            return compose(name, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"--verl: {' '.join(str(error).split())[:400].rstrip('.')}. Give arguments that verl's main_ppo takes."
-        ) from error
+    kinds = {"algorithm": AlgoConfig, "algorithm.rollout_correction": RolloutCorrectionConfig}
+    for override in overrides:
+        path = override.partition("=")[0]
+        place, _, name = path.lstrip("+").rpartition(".")
+        kind = kinds.get(place) if path.startswith("+") else None
+        if kind is not None and name not in {field.name for field in fields(kind)}:
+            yield f"{path}: {kind.__name__} of this verl has no such setting, so that it has no effect; leave it out"
 
 
-def require(config: Any, paths: Iterable[str]) -> None:
-    """Raise ConfigError for the first of these settings that a configuration lacks."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        for path in paths:
-            OmegaConf.select(config, path, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
+def _biased(rollout: Any) -> list[str]:
+    """Say that the engine samples from a part of the vocabulary, if it does."""
+    sampling = SamplingSettings(top_p=float(rollout.top_p), top_k=max(0, int(rollout.top_k)))
+    bias = sampling.ratio_bias()
+    return [] if bias is None else [f"each batch: {bias}"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mismatch_ext.adapters.doctor.hosts import OTHER_KERNELS, Dataset, HostRun, not_started
+from mismatch_ext.adapters.doctor.verl_command import composed, require
 from mismatch_ext.adapters.transformers.attention import PORTABLE
 from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 
@@ -44,7 +45,6 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     `checkpoint` is examined instead of the run's own model. Raises ConfigError if Hydra refuses an override, a setting is
     missing, or the engine is not one that the doctor starts.
     """
-    from mismatch_ext.adapters.verl.dry_run import composed, require
     from omegaconf import OmegaConf
 
     config = composed(overrides)
