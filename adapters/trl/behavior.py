@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import token_weights
+from mismatch_ext.adapters.trl.aggregation import FAR_BELOW, token_weights
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -73,8 +73,6 @@ KNOWN_SETTINGS = """
 """.split()
 """Settings that they read, of the trainer or of its arguments. The run's own values count, unless `stand_in` has another."""
 
-FAR_BELOW = -1.0e4
-"""A reference's log-probability at which the slope of k3 in the policy's is 1: `exp(FAR_BELOW)` is 0."""
 Case = Mapping[str, Any]
 """What differs from the defaults of `stand_in` ("args.delta") and from the inputs above; None leaves an input out."""
 SEQUENCES: Case = {"importance_sampling_level": "sequence"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import mask_of_loss, token_weights
+from mismatch_ext.adapters.trl.aggregation import mask_of_loss, prove_weights, token_weights
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
@@ -60,6 +60,7 @@ class Objective:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
         self.losses = 0  # that came through `loss` since the last step
+        self._proven_modes: set[bool] = set()  # of training and of evaluation, whose weights were proven
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -179,7 +180,7 @@ class Objective:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
         # Masked tokens have weight 0, and their term is finite.
-        return loss + (token_weights(self.trainer, inputs) * term).sum()
+        return loss + (self.weigh_tokens(model, inputs) * term).sum()
 
     def _expect_trls_advantages(self, host: Loss) -> None:
         if _is_users(host):
@@ -189,6 +190,16 @@ class Objective:
                 f"mismatch.correction.loss={loss!r} with {type(self.trainer).__name__}, whose _compute_loss runs inside of "
                 "ours and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
+
+    def weigh_tokens(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
+        weights = token_weights(self.trainer, inputs)
+        # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.
+        mode = self.trainer.model.training
+        if mode not in self._proven_modes and bool(weights.any()):
+            prove_weights(weights, self.trainer, model, inputs)
+            self._proven_modes.add(mode)
+        return weights
 
     def _good_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
         return mask_of_loss(inputs).masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
