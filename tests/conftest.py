@@ -11,6 +11,9 @@ from hypothesis import settings
 
 # verl would load this package into the test process, where its patches are others' to test; runs of verl set this themselves.
 os.environ.setdefault("VERL_USE_EXTERNAL_PLUGINS", "none")
+# Each engine would compile what counts ranks of log-probabilities for some seconds, and examine this machine to report its use.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
 
 # A busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)

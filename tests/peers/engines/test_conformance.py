@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from mismatch_ext.versions import installed
-from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
+from tests.peers.engines.sglang_environment import VERSIONS
 from tests.peers.scenarios import Run, named
 
 scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
 
 pytestmark = pytest.mark.engine
-SGLANG = tuple(
-    pytest.param(f"sglang {version}", marks=[] if version == RUN_FIRST else pytest.mark.nightly) for version in VERSIONS
-)
+# `test_sglang.py` has some of this in every run, of an engine that it starts.
+SGLANG = tuple(pytest.param(f"sglang {version}", marks=pytest.mark.nightly) for version in VERSIONS)
 ENGINES = (*(["vllm"] if installed("vllm") else []), *SGLANG)
 
 

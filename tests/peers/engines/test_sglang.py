@@ -6,6 +6,7 @@ One process per version, way and dtype does everything; the tests look at parts 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
 
 pytestmark = pytest.mark.engine
 EXACT = [
-    pytest.param((version, way), id=f"{version}-{way}", marks=[] if version == RUN_FIRST else pytest.mark.nightly)
-    for version in VERSIONS
-    for way in ("engine", "http")
+    pytest.param(asked, id="-".join(asked), marks=[] if asked == (RUN_FIRST, "engine") else pytest.mark.nightly)
+    for asked in product(VERSIONS, ("engine", "http"))
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ from tests.oracles.routing.passes import (
     run,
 )
 from tests.peers.transformers.cases import FAMILIES, QWEN, case, replayed
+
+
+@pytest.fixture(autouse=True)
+def compiling() -> Iterator[None]:
+    """Let torch compile, which other tests leave out."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 def compiled(how: str, experts: str = "batched_mm", **settings: Any) -> Any:

@@ -52,8 +52,14 @@ def launch(scenario: Scenario, processes: int, limit: int = 600, **payload: Any)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_every_section_runs_on_one_process_or_is_refused(stage: int, dense: Path, tmp_path: Path) -> None:
+def test_every_section_runs_on_one_process(stage: int, dense: Path, tmp_path: Path) -> None:
     launch(scenarios.dense, 1, model=dense, out=tmp_path, stage=stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
+def test_skipped_steps_lost_updates_and_a_scale_of_ours(stage: int, dense: Path, tmp_path: Path) -> None:
+    launch(scenarios.faulty, 1, model=dense, out=tmp_path, stage=stage)
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_
 from tests.peers.verl.modes import COLOCATE, SEPARATE
 from tests.peers.verl.test_main_ppo import DERIVED_CLASSES, EVERYTHING, FLOAT32_K3, TOOLS, TURNS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 Ran = tuple[VerlRun, Path]
 STEPS = 3
@@ -88,7 +88,6 @@ def check_sections(run: VerlRun, work: Path, host: str) -> None:
     assert not [event for event in data.events if event.name == "weight_sync"]
 
 
-@pytest.mark.nightly
 def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> None:
     run, work = colocate
     run.expect(STEPS)
