@@ -36,7 +36,7 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if "verl" in host.using and (why := _why_verl_refuses(host, feature)) is not None
     )
-    return (*_load("trl").REFUSALS, *of_verl)
+    return (*_load("trl", "upstream").REFUSALS, *of_verl)
 
 
 def _why_verl_refuses(host: Host, feature: str) -> str | None:
@@ -57,7 +57,7 @@ def _why_verl_refuses(host: Host, feature: str) -> str | None:
     return None
 
 
-def _load(adapter: str, file: str = "seams") -> ModuleType:
+def _load(adapter: str, file: str) -> ModuleType:
     """Load a module of an adapter without its package, because the package imports a peer."""
     name = f"{__package__}.{adapter}.{file}"
     if name not in sys.modules:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from requests import Response, Session
 
 CONNECT_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+"""Base of the growing wait between two attempts."""
 SHOWN = 300
 """Largest number of characters of a server's own words in a message."""
 NOT_FINITE = "Out of range float values"
@@ -79,7 +81,6 @@ class HttpClient:
         timeout: Seconds that the server may be silent within a request.
         name: The server in messages, such as "the vLLM server".
         when_silent, when_down: What to do if it does not answer in time, and if it cannot be reached.
-        retry_seconds: Base of the growing wait between two attempts.
 
     Raises:
         EngineError: The address is not one of a server.
@@ -94,7 +95,6 @@ class HttpClient:
         name: str,
         when_silent: str,
         when_down: str,
-        retry_seconds: float = 0.5,
     ) -> None:
         import requests
         from requests.adapters import HTTPAdapter
@@ -115,7 +115,7 @@ class HttpClient:
             session.auth = auth
         again = Retry(
             total=5, connect=2, read=False, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
-            backoff_factor=retry_seconds, raise_on_status=False,
+            backoff_factor=RETRY_SECONDS, raise_on_status=False,
             respect_retry_after_header=False,  # it may be an hour
         )  # fmt: skip
         for scheme in ("http://", "https://"):

@@ -146,7 +146,7 @@ def alarms() -> list[str]:
 def scales() -> list[str]:
     """Return what each candidate for an alarm of the gap raised on runs with and without a fault."""
     (found,) = [record for record in evidence("alarms") if record["command"] == "python -m benchmarks alarms"]
-    left_out = ("k3_median_low", "k3_median_growth_low", "log_odds_abs_diff_mean > 0.5")
+    left_out = ("k3_median", "log_odds_abs_diff_mean > 0.5")
     rows = [row for row in found["figures"] if "of clean" in row and not row["name"].startswith(left_out)]
     lines = table("alarm on", "raised without a fault", "fault missed", "logs until it is raised")
     for row in rows:
@@ -178,7 +178,8 @@ def roles() -> list[str]:
 def hooks(adapter: str) -> list[str]:
     """Return what an adapter relies on: what for, by which names, and how a run notices a change."""
     lines = table("name", "what for", "names, with the first parameters that we give", "how a run notices a change")
-    (file,) = (HERE.parent / "adapters" / adapter).glob("seams.py" if adapter != "verl" else "upstream.py")
+    folder = HERE.parent / "adapters" / adapter
+    (file,) = (*folder.glob("seams.py"), *folder.glob("upstream.py"))
     for seam in runpy.run_path(str(file))["SEAMS"]:
         names = "<br>".join(f"`{claim.target}({', '.join(claim.params)})`".replace("()", "") for claim in seam.claims)
         lines.append(f"| [{seam.name}]({seam.upstream}) | {cell(seam.what)} | {names} | {cell(seam.checked)} |")

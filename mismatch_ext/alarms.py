@@ -3,8 +3,8 @@
     rules = rules_of(block.monitor, names)
     state, alarms = watch(state, metrics, rules, step)
 
-A value that is not finite is out of bounds under any rule. An alarm is over when the metric is back by a fifth of the bound. All
-built-in alarms only warn, and each says where its threshold comes from.
+A value that is not finite is out of bounds under any rule. An alarm is over after as many logs in
+bounds as raised it. All built-in alarms only warn, and each says where its threshold comes from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Side = Literal["above", "below", "non-finite"]
 
 PATIENCE = 3
-BACK = 0.8
 STALENESS = PREFIX + "staleness_max"
 """This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = PREFIX + "numerics/"
@@ -80,22 +79,6 @@ class Rule:
         if self.above is not None and value > self.above:
             return "above"
         return "below" if self.below is not None and value < self.below else None
-
-    def is_back(self, value: float, side: Side) -> bool:
-        """Tell whether a value in bounds has come back by a fifth; where both bounds are set, at most to midway between them."""
-        upper = None if self.above is None else _eased(self.above, self.above > 0)
-        lower = None if self.below is None else _eased(self.below, self.below < 0)
-        if self.above is not None and self.below is not None and upper is not None and lower is not None:
-            middle = self.below + (self.above - self.below) / 2
-            upper, lower = max(middle, upper), min(middle, lower)
-            if side == "non-finite":
-                return True  # there is no single direction back
-        from_above = upper is None or side == "below" or value <= upper
-        return from_above and (lower is None or side == "above" or value >= lower)
-
-
-def _eased(bound: float, towards_zero: bool) -> float:
-    return bound * BACK if towards_zero else bound / BACK
 
 
 def _built_in() -> dict[str, Rule]:
@@ -200,7 +183,7 @@ class Watch:
     rule: tuple[float | None, float | None, int, str]  # bounds, patience and action of the rule that it belongs to
     name: str | None = None  # under which the metric was first logged
     beyond: int = 0  # logs in a row out of bounds, while the alarm is not raised
-    back: int = 0  # logs in a row that are back, while the alarm is raised
+    back: int = 0  # logs in a row in bounds, while the alarm is raised
     first_step: int | None = None  # of the first log out of bounds, in the current streak or for the raised alarm
     side: Side | None = None  # of the last log out of bounds, likewise
     raised: bool = False
@@ -330,14 +313,11 @@ def _number(value: Any) -> float | None:
 
 def _advance(watch: Watch, rule: Rule, value: float, step: int) -> tuple[Watch, Literal["raised", "cleared"] | None]:
     side = rule.side(value)
-    if side is None and not watch.raised:
-        return replace(_new(rule), name=watch.name), None
     if side is None:
-        assert watch.side is not None
-        back = watch.back + 1 if rule.is_back(value, watch.side) else 0
-        if back < rule.patience:
-            return replace(watch, back=back), None
-        return replace(_new(rule), name=watch.name), "cleared"
+        watch = replace(watch, back=watch.back + 1)
+        if watch.raised and watch.back < rule.patience:
+            return watch, None
+        return replace(_new(rule), name=watch.name), "cleared" if watch.raised else None
     watch = replace(watch, side=side, back=0)
     if watch.raised:
         return watch, None

@@ -578,10 +578,21 @@ GONE = {
 """What to do instead of a key that earlier versions had."""
 
 
+def _section_at(path: str) -> Any:
+    """Return the class of a section, or of one alarm, whose name may have dots."""
+    while path not in _SECTIONS:
+        path = path.rpartition(".")[0]
+    return _SECTIONS[path]
+
+
 def _keys(path: str) -> list[str]:
-    """Return the keys of a section, or of one alarm."""
-    section = _SECTIONS.get(path) or _SECTIONS[path.rpartition(".")[0]]
-    return [key.name for key in fields(section)]
+    return [key.name for key in fields(_section_at(path))]
+
+
+def _listed(hint: Any) -> list[Any]:
+    """Return the values that a type lists, itself or in a part of it."""
+    parts = typing.get_args(hint)
+    return [*parts] if typing.get_origin(hint) is Literal else [value for part in parts for value in _listed(part)]
 
 
 def _known_keys(path: str) -> list[str]:
@@ -614,14 +625,14 @@ def _refusal(error: ValidationError, path: str) -> ConfigError:
             f"{suggestion(name, known)}"
         )
     if kind == "missing":
-        choices = typing.get_args(typing.get_type_hints(_SECTIONS[section])[name])
+        choices = _listed(typing.get_type_hints(_section_at(section))[name])
         return ConfigError(f"{section}: missing key {name!r}; allowed: {' or '.join(map(repr, choices))}.")
     if kind in ("dataclass_type", "dict_type"):
         if value is None:
             return _nothing_given(key)
         allowed = "a mapping of its keys, or {} for its defaults. Left out, it is off"
     elif kind == "literal_error":
-        hint = suggestion(value, allowed.replace("'", "").replace(" or ", ", ").split(", "), MEANT)
+        hint = suggestion(value, _listed(typing.get_type_hints(_section_at(section))[name]), MEANT)
     elif kind == "float_type" and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", str(value)):
         hint = " YAML reads 1e-3 as text; write 1.0e-3."
     return ConfigError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.{hint}")
@@ -675,13 +686,7 @@ def _parsed(text: str, source: str) -> Any:
         ) from json_error
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's safe loader, but a key given twice is refused, and 1:30 is text; a merged-in key may be overridden."""
-
-        def construct_yaml_int(self, node: Any) -> Any:
-            return node.value if ":" in node.value else super().construct_yaml_int(node)
-
-        def construct_yaml_float(self, node: Any) -> Any:
-            return node.value if ":" in node.value else super().construct_yaml_float(node)
+        """PyYAML's safe loader, but a key given twice is refused; a merged-in key may be overridden."""
 
         def flatten_mapping(self, node: Any) -> None:
             values: dict[Any, Any] = {}
@@ -695,8 +700,6 @@ def _parsed(text: str, source: str) -> Any:
                 values[key] = value_node
             super().flatten_mapping(node)
 
-    for kind in ("int", "float"):
-        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", getattr(Loader, f"construct_yaml_{kind}"))
     try:
         return yaml.load(text, Loader)
     except ConfigError:

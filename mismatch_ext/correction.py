@@ -21,8 +21,7 @@ from mismatch_ext.config import CorrectionConfig, section_of, speaking_of
 from mismatch_ext.errors import RecordError
 from mismatch_ext.gap import k3
 from mismatch_ext.presets import Interval, ResolvedCorrection, resolve
-from mismatch_ext.ranks import Ranks
-from mismatch_ext.sums import Sums, over_ranks
+from mismatch_ext.sums import Sums
 from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
@@ -30,37 +29,23 @@ LOG_RATIO_BOUND = 20.0
 SURE = 1e-12
 """Least probability of another token, where the policy is surer than float64 can tell."""
 
-LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {
-    "rollout_is_mean": "tokens",
-    "rollout_is_max": "max",
-    "rollout_is_min": "min",
-    "rollout_is_std": "moments",
-    "rollout_is_eff_sample_size": "moments",
-    "rollout_is_ratio_fraction_high": "weights",
-    "rollout_is_ratio_fraction_low": "weights",
-    "rollout_is_oob_ratio": "tokens",
-    "rollout_is_batch_norm_factor": "weights",
-    "rollout_is_veto_fraction": "sequences",
-    "rollout_rs_masked_fraction": "tokens",
-    "rollout_rs_seq_masked_fraction": "sequences",
-}
-"""Names, without prefix, of the weight and rejection metrics that every host logs, and how each is combined over ranks: a mean
-over tokens or sequences (`weights`: over tokens for level `token`, otherwise over sequences), the largest or smallest value, or
-a value computed from moments."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correction:
     """The outcome of a correction.
 
     Weights `[B, T]` are float64 if an input is, otherwise float32, detached; 0 where there is no token, 1 at every token for
-    level `none`. The mask `[B, T]` is True at tokens that are kept. The metrics are those of `LOGGED`
-    that the settings have, and `off_policy_masked_fraction`; they have verl's names, without prefix.
+    level `none`. The mask `[B, T]` is True at tokens that are kept. The sums have the same names on every rank.
     """
 
     weights: Tensor
     mask: Tensor
-    metrics: dict[str, float]
+    sums: Sums
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of this batch alone, see `correction_metrics`."""
+        return correction_metrics(self.sums)
 
     def as_multiplier(self) -> Tensor:
         """Return the weights `[B, T]`, 0 at rejected tokens, for a host that multiplies its per-token loss by them."""
@@ -77,7 +62,7 @@ def correct(
     logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Correction:
-    """Compute importance weights, rejection and their metrics in one pass.
+    """Compute importance weights, rejection and the sums of their metrics in one pass.
 
     With rho_t = pi_old(t)/mu(t), the weight is rho_t (token), prod_t rho_t (sequence: unbiased, but its variance grows with the
     length) or exp(mean_t log rho_t) (geometric: a measure free of the length, but not an importance weight). Truncation (TIS) is
@@ -99,7 +84,7 @@ def correct(
         advantages: `[B]` or `[B, T]`, for `off_policy_threshold` and DPPO's losses.
 
     Returns:
-        Weights, mask and metrics; zeros and no metrics if nothing is unmasked.
+        Weights, mask and sums. If nothing is unmasked, weights and sums are zeros, and there are no metrics.
 
     Raises:
         RecordError: Shapes differ, the mask holds values other than 0 and 1, or advantages are missing.
@@ -118,24 +103,21 @@ def correct(
             config=settings, logprobs=None if logprobs is None else logprobs[None],
             advantages=None if advantages is None else advantages[None],
         )  # fmt: skip
-        return Correction(weights=of_row.weights[0], mask=of_row.mask[0], metrics=of_row.metrics)
+        return Correction(weights=of_row.weights[0], mask=of_row.mask[0], sums=of_row.sums)
     mask = checked_mask("response_mask", response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    if not bool(mask.any()):
-        nothing = mask.to(output_dtype(old_logprobs, rollout_logprobs))
-        return Correction(weights=nothing, mask=mask, metrics={})
     tokens = _Tokens(old=old_logprobs, rollout=rollout_logprobs, mask=mask, settings=settings)
-    metrics: dict[str, float] = {}
+    sums: Sums = {}
     dtype = output_dtype(old_logprobs, rollout_logprobs)
     if settings.level == "none":
         weights = mask.to(dtype)
     else:
-        weight = tokens.weigh(metrics)
+        weight = tokens.weigh(sums)
         if settings.level == "token":
             weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_scatter_(mask, weight.to(dtype))
         else:
             weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
 
-    keep_token, keep_row = tokens.keep(metrics)
+    keep_token, keep_row = tokens.keep(sums)
     if settings.divergence is not None:
         if advantages is None:
             raise RecordError(
@@ -147,15 +129,15 @@ def correct(
         keep_token &= inside[mask]
     if settings.off_policy_threshold is not None:
         keep_row &= tokens.on_policy(
-            rollout=rollout_logprobs, mask=mask, logprobs=logprobs, advantages=advantages, metrics=metrics
+            rollout=rollout_logprobs, mask=mask, logprobs=logprobs, advantages=advantages, sums=sums
         )
 
     kept_mask = mask.clone().masked_scatter_(mask, keep_token) & keep_row[:, None]
     if settings.rules or settings.divergence or settings.veto or settings.off_policy_threshold is not None:
         left = kept_mask.sum(1)
-        metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum()) / tokens.total
-        metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / int(tokens.averaged.sum())
-    return Correction(weights=weights, mask=kept_mask, metrics=metrics)
+        sums["rollout_rs_masked_fraction"] = _share(tokens.count - left, tokens.count)
+        sums["rollout_rs_seq_masked_fraction"] = _share(left < tokens.count, tokens.averaged)
+    return Correction(weights=weights, mask=kept_mask, sums=sums)
 
 
 @torch.no_grad()
@@ -195,7 +177,7 @@ class _Tokens:
     def __init__(self, *, old: Tensor, rollout: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
         self.settings = settings
         self._lengths = mask.sum(1)
-        self.count, self.total = self._lengths.double(), float(self._lengths.sum())
+        self.count = self._lengths.double()
         self.present, self.length = self._lengths > 0, self.count.clamp(min=1)
         # Rows that count in means over sequences.
         self.averaged = torch.ones_like(self.present) if "verl_empty_rows" in settings.compat else self.present
@@ -213,8 +195,8 @@ class _Tokens:
         reduced = torch.segment_reduce(values, how, lengths=self._lengths, unsafe=True)
         return torch.where(self.present, reduced, 0.0)
 
-    def weigh(self, metrics: dict[str, float]) -> Tensor:
-        """Return the weights of tokens `[n]`, or of rows `[B]`; adds to the metrics, which are of weights before `normalize`."""
+    def weigh(self, sums: Sums) -> Tensor:
+        """Return the weights of tokens `[n]`, or of rows `[B]`; adds to the sums, which are of weights before `normalize`."""
         s = self.settings
         high = math.inf if s.upper is None else s.upper
         low = s.lower if s.lower is not None else 1 / high
@@ -226,36 +208,33 @@ class _Tokens:
             else:
                 upper = _confident(self.old, s.confidence)
                 weight = torch.minimum(ratio, upper)
-            ends = torch.stack(torch.aminmax(weight))
-            averaged, tokens = torch.ones_like(ratio, dtype=torch.bool), torch.ones_like(ratio)
+            extremes = weight
+            averaged = weighed = torch.ones_like(ratio, dtype=torch.bool)
+            tokens = torch.ones_like(ratio)
         else:
             log_weight = self.d_row if s.level == "sequence" else self.d_row / self.length
             ratio = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
             weight = torch.where(self.present, _bound(ratio.clone(), s), 0.0)
-            averaged, tokens = self.averaged, self.count
+            averaged, weighed, tokens = self.averaged, self.present, self.count
             # As verl has it: of ratios before they are bounded, which may vanish.
-            ends = torch.stack(torch.aminmax(log_weight[averaged])).clamp(max=LOG_RATIO_BOUND).exp()
+            extremes = log_weight[averaged].clamp(max=LOG_RATIO_BOUND).exp()
 
         above, below = ratio > upper, ratio < low
-        mean = float((weight * tokens).sum()) / self.total
-        variance = float(((weight - mean).square() * tokens).sum()) / self.total
-        squares = variance + mean * mean
-        metrics["rollout_is_mean"] = mean
-        metrics["rollout_is_ratio_fraction_high"] = float(above[averaged].double().mean())
-        metrics["rollout_is_ratio_fraction_low"] = float(below[averaged].double().mean())
-        metrics["rollout_is_min"], metrics["rollout_is_max"] = ends.tolist()
-        metrics["rollout_is_std"] = variance**0.5 if self.total > 1 else 0.0
-        metrics["rollout_is_eff_sample_size"] = mean * mean / squares if squares > 0 else 0.0
+        sums["moments:weight"] = _weighted_moments(weight.double(), tokens.double())
+        sums["max:rollout_is_max"], sums["max:rollout_is_min"] = _largest(extremes), _largest(-extremes)
+        sums["rollout_is_ratio_fraction_high"] = _share(above & averaged, averaged)
+        sums["rollout_is_ratio_fraction_low"] = _share(below & averaged, averaged)
         if s.bound in ("mask", "icepop") and s.lower is not None and s.upper is not None:
-            metrics["rollout_is_oob_ratio"] = float(((above | below) * tokens).sum()) / self.total
+            sums["rollout_is_oob_ratio"] = _share((above | below) * tokens, tokens)
         if not s.normalize:
             return weight
-        factor = float(weight.mean() if s.level == "token" else weight[self.present].mean())
-        metrics["rollout_is_batch_norm_factor"] = divisor = factor if factor > 1e-8 else 1.0
+        factor = float(weight[weighed].mean())
+        divisor = factor if factor > 1e-8 else 1.0
+        sums["rollout_is_batch_norm_factor"] = _share(weighed.double() * divisor, weighed)
         return weight / divisor
 
-    def keep(self, metrics: dict[str, float]) -> tuple[Tensor, Tensor]:
-        """Return which tokens `[n]` and which rows `[B]` the rules and the veto keep; adds to the metrics."""
+    def keep(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        """Return which tokens `[n]` and which rows `[B]` the rules and the veto keep; adds to the sums."""
         keep_token = torch.ones_like(self.d, dtype=torch.bool)
         keep_row = torch.ones_like(self.present)
         for name, bounds in self.settings.rules.items():
@@ -268,7 +247,7 @@ class _Tokens:
                 keep_row &= is_inside | ~self.present
         if self.settings.veto is not None:
             vetoed = (self.by_row(self.d, "min") < math.log(self.settings.veto)) & self.present
-            metrics["rollout_is_veto_fraction"] = float(vetoed.sum() / self.present.sum())
+            sums["rollout_is_veto_fraction"] = _share(vetoed, self.present)
             keep_row &= ~vetoed
         return keep_token, keep_row
 
@@ -306,7 +285,7 @@ class _Tokens:
         mask: Tensor,
         logprobs: Tensor | None,
         advantages: Tensor | None,
-        metrics: dict[str, float],
+        sums: Sums,
     ) -> Tensor:
         """Return which rows DeepSeek-V3.2's mask keeps `[B]`: those with advantage >= 0, or mean log(mu/pi) <= threshold."""
         if advantages is None:
@@ -319,7 +298,7 @@ class _Tokens:
             drift = torch.where(mask, rollout.double() - logprobs.double(), 0.0).sum(1)
         advantage = advantages if advantages.dim() == 1 else torch.where(mask, advantages, 0.0).sum(1)
         keep = (advantage >= 0) | (drift / self.length <= (self.settings.off_policy_threshold or 0.0))
-        metrics["off_policy_masked_fraction"] = float((~keep).sum() / max(int(self.present.sum()), 1))
+        sums["off_policy_masked_fraction"] = _share(~keep, self.present)
         return keep
 
 
@@ -342,42 +321,45 @@ def _bound(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
     return weight.masked_fill_((weight < low) | (weight > high), 0.0)
 
 
-def metrics_over_ranks(
-    metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
-) -> dict[str, float]:
-    """Return the metrics of `LOGGED` over all ranks' tokens, by one all-reduce; `metrics` are {} on a rank without tokens."""
-    sums = over_ranks(_logged_sums(metrics, mask.bool(), settings), ranks)
-    merged: dict[str, float] = {}
-    for name, over in LOGGED.items():
-        if over in ("max", "min"):
-            value = float(sums[f"max:{name}"])
-            known = math.isfinite(value)
-            merged |= {name: value if over == "max" else -value} if known else {}
-        elif over != "moments" and (weight := float(sums[f"weight/{name}"])):
-            merged[name] = float(sums[name]) / weight
-    count, mean, squares = sums["moments:weight"].tolist()
-    if settings.level != "none" and count:
-        variance = squares / count
-        merged["rollout_is_std"] = variance**0.5
-        merged["rollout_is_eff_sample_size"] = mean * mean / (variance + mean * mean) if variance + mean else 0.0
-    return {name: merged[name] for name in LOGGED if name in merged}
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """Return the sums of two columns `[2]`, whose ratio is a metric."""
+    return torch.stack([part.double().sum(), whole.double().sum()]).cpu()
 
 
-def _logged_sums(metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection) -> Sums:
-    """Return one rank's part of the metrics of `LOGGED`; the names are the same on a rank without tokens."""
-    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
-    values: dict[str, float] = {}
-    for name, over in LOGGED.items():
-        if over in ("max", "min"):
-            values[f"max:{name}"] = metrics.get(name, -math.inf) if over == "max" else -metrics.get(name, math.inf)
-        elif over != "moments":
-            by_sequence = over == "sequences" or (over == "weights" and settings.level != "token")
-            weight = (sequences if by_sequence else tokens) if name in metrics else 0.0
-            values |= {name: weight * metrics.get(name, 0.0), f"weight/{name}": weight}
-    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    weighted = "rollout_is_std" in metrics
-    moments = [tokens, metrics["rollout_is_mean"], tokens * metrics["rollout_is_std"] ** 2] if weighted else [0.0] * 3
-    return sums | {"moments:weight": torch.tensor(moments, dtype=torch.float64)}
+def _largest(values: Tensor) -> Tensor:
+    return values.max().double().cpu() if len(values) else torch.tensor(-math.inf, dtype=torch.float64)
+
+
+def _weighted_moments(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the entry `moments:name` of values `[n]`, each of which counts so often."""
+    count = counts.sum()
+    mean = (values * counts).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, ((values - mean).square() * counts).sum()]).cpu()
+
+
+def correction_metrics(sums: Sums) -> dict[str, float]:
+    """Return the metrics of the sums of corrections, merged over batches or ranks, by verl's names; one of nothing is left out.
+
+    They are those of the table `correction` in names.toml that the settings have, and `off_policy_masked_fraction`.
+    """
+    metrics: dict[str, float] = {}
+    for name, value in sums.items():
+        if name == "moments:weight":
+            count, mean, squares = value.tolist()
+            variance = squares / max(count, 1.0)
+            if count:
+                metrics["rollout_is_mean"] = mean
+                metrics["rollout_is_std"] = variance**0.5
+                metrics["rollout_is_eff_sample_size"] = mean * mean / (variance + mean * mean) if mean else 0.0
+        elif name.startswith("max:"):
+            largest = float(value)
+            if math.isfinite(largest):
+                metrics[name.removeprefix("max:")] = -largest if name.endswith("min") else largest
+        else:
+            part, whole = value.tolist()
+            if whole:
+                metrics[name] = part / whole
+    return metrics
 
 
 # What a mask or a rejection throws away, whoever decides it.

@@ -151,7 +151,8 @@ def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, hig
 
     min(r A, clip(r, 1 - low, 1 + high) A) is constant in r where r > 1 + high and A > 0, and where r < 1 - low and A < 0.
     """
-    rising, falling = log_ratio > math.log1p(high), log_ratio < math.log1p(-low) if low < 1 else False
+    least = math.log1p(-low) if low < 1 else -math.inf  # r is never below 0
+    rising, falling = log_ratio > math.log1p(high), log_ratio < least
     return (rising & (advantages > 0)) | (falling & (advantages < 0))
 
 

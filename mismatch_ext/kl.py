@@ -619,7 +619,7 @@ class KlTerm:
         """Whether the coefficient follows a target."""
         return self.config.target_kl is not None
 
-    def reset(self) -> None:
+    def begin_anew(self) -> None:
         """Go back to the first coefficient, for a training that starts again."""
         self._start(KlState(initial=self.state.initial, coef=self.state.initial))
 

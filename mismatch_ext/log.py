@@ -66,9 +66,7 @@ class LogState:
 
     flushes: dict[str, int]
     created: int
-    growth: Growth
-    log_odds_growth: Growth = field(default_factory=Growth)
-    sync_growth: Growth = field(default_factory=Growth)
+    growths: dict[str, Growth]
     bad_rows: BadRowWindow = field(default_factory=BadRowWindow)
     reasons_seen: dict[str, int] = field(default_factory=dict)
 
@@ -118,7 +116,7 @@ class RunLog:
         self._bad_row_window = BadRowWindow()
         self._too_many: str | None = None
         self._flushes: dict[str, int] = {}
-        self._growth = self._log_odds_growth = self._sync_growth = Growth()
+        self._growths: dict[str, Growth] = {}  # of each gap that is asked whether it grows
         self._of_probes: dict[str, float] = {}
         self.evidence: Evidence | None = None
         if ranks.rank == 0:
@@ -305,20 +303,24 @@ class RunLog:
         is_due = split != "train" or count % PROFILE_EVERY == 0
         if is_due and self.ranks.rank == 0:
             scatter = gap_sample(gap)
-            self._file.profile(step, gap_profiles(gap), split)
-            self._file.scatter(step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split)
+            with self._file.writing():
+                file = self._file.opened()
+                file.profile(step, gap_profiles(gap), split)
+                file.scatter(step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split)
+
+    def _grown(self, name: str, step: int, gap: float) -> dict[str, float]:
+        """Return how much a gap has grown over the last logs."""
+        self._growths[name], growth = grown(self._growths.get(name, Growth()), step, gap, name)
+        return growth
 
     def _growth_of_gap(self, step: int, scalars: Mapping[str, float], of: str) -> dict[str, float]:
-        """Return how much the gap has grown over the last logs, in nats and in log-odds; nothing where none was measured."""
+        """Return how much the gap has grown, in nats and in log-odds; nothing where none was measured."""
         found: dict[str, float] = {}
-        k3, log_odds = (scalars.get(of + name) for name in ("k3_kl", "log_odds_abs_diff_mean"))
-        if k3 is not None:
-            self._growth, growth = grown(self._growth, step, k3)
-            found |= growth
-        if log_odds is not None:
+        if of + "k3_kl" in scalars:
+            found |= self._grown("k3", step, scalars[of + "k3_kl"])
+        if of + "log_odds_abs_diff_mean" in scalars:
             # Squared, it grows as k3 does, so that the same floor and the same bound hold.
-            self._log_odds_growth, growth = grown(self._log_odds_growth, step, log_odds**2, "log_odds")
-            found |= growth
+            found |= self._grown("log_odds", step, scalars[of + "log_odds_abs_diff_mean"] ** 2)
         return {of + name: value for name, value in found.items()}
 
     # A step.
@@ -357,7 +359,8 @@ class RunLog:
         plain = {name: _plain(value) for name, value in metrics.items()}
         numbers = {name: value for name, value in plain.items() if value is None or isinstance(value, (int, float))}
         if self.ranks.rank == 0 and numbers:
-            self._file.step(step, numbers, split)
+            with self._file.writing():
+                self._file.opened().step(step, numbers, split)
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Raise the alarms of a training log, and return the message of an alarm that stops training; all ranks must call it."""
@@ -432,8 +435,7 @@ class RunLog:
         gap = _plain(metrics.get(WEIGHT_SYNC_GAP))
         if not isinstance(gap, (int, float)):
             return {}
-        self._sync_growth, growth = grown(self._sync_growth, step, float(gap), "weight_sync")
-        return {PREFIX + name: value for name, value in growth.items()}
+        return {PREFIX + name: value for name, value in self._grown("weight_sync", step, float(gap)).items()}
 
     # What a checkpoint holds.
 
@@ -449,9 +451,7 @@ class RunLog:
         log = LogState(
             flushes=dict(self._flushes),
             created=self.sums.created,
-            growth=self._growth,
-            log_odds_growth=self._log_odds_growth,
-            sync_growth=self._sync_growth,
+            growths=dict(self._growths),
             bad_rows=self._bad_row_window,
             reasons_seen=dict(self._reasons_seen),
         )
@@ -464,8 +464,7 @@ class RunLog:
             log = from_json(LogState, state["log"], "log")
             self._flushes = dict(log.flushes)
             self.sums.created = log.created
-            self._growth, self._log_odds_growth = log.growth, log.log_odds_growth
-            self._sync_growth = log.sync_growth
+            self._growths = dict(log.growths)
             self._bad_row_window = log.bad_rows
             self._reasons_seen.update(log.reasons_seen)
         if state.get("monitor") is not None:

@@ -44,7 +44,7 @@ from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import Correction, correct, metrics_over_ranks
+from mismatch_ext.correction import Correction, correct, correction_metrics
 from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
@@ -123,7 +123,6 @@ class Run:
         self.steps = 0
         self._checks = Checks(self.block.acts, lambda: self.steps)
         self._pending = _Pending()
-        self._biases = torch.zeros(2, dtype=torch.float64)  # of centered tokens since the last log: sum and number
         self._required = Required(self.block)
         self._audit: AuditReport | None = None
         with self._together():
@@ -166,10 +165,15 @@ class Run:
             with self._together():
                 state = None if resume is None else _saved_state(Path(resume))
             self._begin(state)
+            self._started = True
+            if state is not None:
+                if (changed := changed_settings(state.get("config"), self.block.to_dict())) is not None:
+                    self._warn("settings_changed", changed)
+                self.send()
         except BaseException as error:
+            self._ended = self._started
             self._end_after(error)
             raise
-        self._started = True
         return self
 
     def _begin(self, state: dict[str, Any] | None) -> None:
@@ -221,10 +225,6 @@ class Run:
                 if message is not None and self.ranks.rank == 0:
                     self._warn(name, str(message))
             self._log.announce()
-        if state is not None:
-            if (changed := changed_settings(state.get("config"), self.block.to_dict())) is not None:
-                self._warn("settings_changed", changed)
-            self._send()
 
     def _set_precision(self) -> None:
         precision = self.block.precision
@@ -552,7 +552,7 @@ class Run:
         section = self.block.correction
         self._find_non_finite(batch, old.detach())
         mask = batch.good_tokens if self.block.acts else batch.response_mask
-        correction = Correction(weights=mask.float(), mask=mask, metrics={})
+        correction = Correction(weights=mask.float(), mask=mask, sums={})
         if section is None:
             return correction
         with self._together(batch.split):
@@ -572,10 +572,12 @@ class Run:
         if batch.split != "train":
             self._log.mask(batch.split, correction.as_multiplier(), mask)
             return correction
-        metrics = metrics_over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
-        if settings.normalize and correction.metrics:
-            mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
-            correction = replace(correction, weights=correction.weights * (correction.metrics[mean] / metrics[mean]))
+        metrics = correction_metrics(over_ranks(correction.sums, self.ranks))
+        of_this_rank = correction.metrics
+        if settings.normalize and of_this_rank:
+            # The weights were divided by the mean of this rank, and are to be divided by that of all.
+            mean = "rollout_is_batch_norm_factor"
+            correction = replace(correction, weights=correction.weights * (of_this_rank[mean] / metrics[mean]))
         for name, value in metrics.items():
             self._pending.note(PREFIX + name, value)
         self._log.mask(batch.split, correction.as_multiplier(), mask)
@@ -646,7 +648,9 @@ class Run:
         terms, biases = (values.view(mask.shape).masked_fill(~mask, 0.0) for values in found)
         # A token without likely ones of the engine has no bias that could be measured.
         known = mask & head_logprobs.isfinite().any(-1)
-        self._biases += torch.stack([biases.detach().double().sum(), known.sum().double()]).cpu()
+        total, tokens = torch.stack([biases.detach().double().sum(), known.sum().double()]).tolist()
+        if tokens:
+            self._pending.note(PREFIX + SAMPLER_BIAS, total / tokens, tokens)
         if not learns:
             return torch.zeros_like(batch.rollout_logprobs)
         of_token = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -770,11 +774,8 @@ class Run:
         Raises WeightSyncError if it does not, LoopError if something other than `step` changed the weights.
         """
         self._expect_started()
-        return self._send()
-
-    def _send(self) -> SyncVerdict | None:
-        self._check_stepped()
         with self._together():
+            self._expect_stepped()
             answer = self.rollout.update(self.trainer.checkpoint_parameters())
             if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], SyncReading)):
                 raise RecordError(
@@ -786,33 +787,32 @@ class Run:
                 self._transfer_audited = True
                 with self._checks.checking("precision"):
                     self._audited(reading)
-        return self._verified(samples)
+        return self.sent(samples)
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself, of version `rollout.weight_version`; raises as `send`.
 
         `samples` are values that the engine should hold, for `rollout.compare`.
         """
-        self._check_stepped()
-        return self._verified(samples)
-
-    def _check_stepped(self) -> None:
-        with self._together():
-            if not self._stepped and self.block.acts and self._verifier is not None and self._verifier.moved():
-                raise LoopError(
-                    f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
-                    "config asks for; step by it."
-                )
-
-    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
-        stepped, self._stepped = self._stepped, False
+        if self._verifier is None:
+            return None
         verdict: SyncVerdict | None = None
-        if self._verifier is not None:
-            with self._together(), self._checks.checking("weight_sync"):
+        with self._together():
+            self._expect_stepped()
+            stepped, self._stepped = self._stepped, False
+            with self._checks.checking("weight_sync"):
                 verdict = self._verifier.verify(samples, stepped=stepped)
         if verdict is not None:
             self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict
+
+    def _expect_stepped(self) -> None:
+        """Refuse weights that something other than `step` has changed."""
+        if not self._stepped and self.block.acts and self._verifier is not None and self._verifier.moved():
+            raise LoopError(
+                f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the config "
+                "asks for; step by it."
+            )
 
     # Logs.
 
@@ -830,9 +830,7 @@ class Run:
         with self._together():  # the main process alone writes
             logged = self._log.measured(self.steps, split)
         if split == "train":
-            logged |= self._pending.take()
-            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
-            logged |= self._sampler_bias()
+            logged |= self._pending.take(self.ranks)
             parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
             if self._grid is not None:
                 parts.append(self._grid.metrics(self.ranks))
@@ -852,23 +850,6 @@ class Run:
             self._log.write(self.steps, logged | by_layer, split)
         stop = self._log.decided(stop) if split == "train" else None
         return Logged(metrics=logged, shown=self._log.shown(logged), stop=stop)
-
-    def _sampler_bias(self) -> dict[str, float]:
-        """Return the mean bias of the tokens of all ranks that were centered since the last log."""
-        settings = None if self.block.correction is None else resolve(self.block.correction)
-        if settings is None or settings.centering is None:
-            return {}
-        total, tokens = self.ranks.sum(self._biases).tolist()
-        self._biases = torch.zeros_like(self._biases)
-        return {PREFIX + SAMPLER_BIAS: total / tokens} if tokens else {}
-
-    def _rank_means(self, metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """Return the means over ranks of metrics that each rank measured on its own part of the batch."""
-        if self.ranks.size == 1:
-            return {}
-        by_rank = self.ranks.gather({name: metrics[name] for name in names if name in metrics})
-        values = {name: [rank[name] for rank in by_rank if name in rank] for name in names}
-        return {name: sum(present) / len(present) for name, present in values.items() if present}
 
     # State.
 
@@ -904,9 +885,8 @@ class Run:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["run"]["step"])
-        self._pending.take()  # these metrics belong to steps that are undone
+        self._pending = _Pending()  # those metrics belong to steps that are undone
         self._required = Required(self.block)  # and so do batches of which a verb is missing yet
-        self._biases = torch.zeros_like(self._biases)
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)
         for name, part in self._parts.items():
@@ -970,7 +950,7 @@ class Run:
 
 
 class _Pending:
-    """The metrics of a training split until they are logged."""
+    """The metrics of a training split until they are logged, each a mean or an extreme of what was noted."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[float, float]]] = {}
@@ -979,16 +959,23 @@ class _Pending:
         """Keep a value of a metric; the weight is the number of things it is a mean over."""
         self._values.setdefault(name, []).append((value, weight))
 
-    def take(self) -> dict[str, float]:
-        """Return one value per metric and begin anew: the extreme for a name in `_max` or `_min`, otherwise the weighted mean."""
-        values, self._values = self._values, {}
-        return {name: self._merged(name, entries) for name, entries in values.items()}
+    def take(self, ranks: Ranks) -> dict[str, float]:
+        """Return one value per metric over all ranks, and begin anew; all of them must call it."""
+        noted, self._values = self._values, {}
+        everywhere: dict[str, list[tuple[float, float]]] = {}
+        for of_rank in ranks.gather(noted):
+            for name, entries in of_rank.items():
+                everywhere.setdefault(name, []).extend(entries)
+        return {name: self._merged(name, entries) for name, entries in everywhere.items()}
 
     @staticmethod
     def _merged(name: str, entries: Sequence[tuple[float, float]]) -> float:
+        """Return the extreme for a name in `_max` or `_min`, otherwise the weighted mean."""
         values = [value for value, _ in entries]
-        if name.endswith(("_max", "_min")):
-            return max(values) if name.endswith("_max") else min(values)
+        if name.endswith("_max"):
+            return max(values)
+        if name.endswith("_min"):
+            return min(values)
         total = sum(weight for _, weight in entries)
         return sum(value * weight for value, weight in entries) / total if total else sum(values) / len(values)
 

@@ -214,42 +214,27 @@ class MetricsFile:
             self._file = None
         self.open_segment, self._resume_step = of, resume_step
         if self._writes:
-            with self._going_on():
-                self._opened()
-
-    def step(self, step: int, metrics: Mapping[str, float | None], split: str) -> None:
-        """Write the metrics of one optimizer step."""
-        with self._going_on():
-            self._opened().step(step, metrics, split)
-
-    def profile(self, step: int, profiles: Mapping[str, Mapping[str, Any]], split: str) -> None:
-        """Write the profiles of one step."""
-        with self._going_on():
-            self._opened().profile(step, profiles, split)
-
-    def scatter(self, step: int, *, old: Sequence[float], rollout: Sequence[float], split: str) -> None:
-        """Write a sample of tokens."""
-        with self._going_on():
-            self._opened().scatter(step, old=old, rollout=rollout, split=split)
+            with self.writing():
+                self.opened()
 
     def event(self, *event: Any) -> None:
         """Write an event, with the arguments of `SegmentFile.event`; before the first segment, keep it until there is one."""
         if self._file is None:
             self._early_events.append(event)
             return
-        with self._going_on():
+        with self.writing():
             self._file.event(*event)
 
     def end(self, step: int, status: str, message: str) -> None:
         """End the segment; what happens before the next one begins is still written to it."""
         self.open_segment = None
         if self._file is not None:
-            with self._going_on():
+            with self.writing():
                 self._file.end(step, status, message)
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Write a line: warn of the first that cannot be written, and count those that are lost."""
+    def writing(self) -> Iterator[None]:
+        """Write lines to the `opened` file: warn of the first that cannot be written, and count those that are lost."""
         try:
             yield
         except RunDirectoryError as error:
@@ -262,7 +247,7 @@ class MetricsFile:
             return
         self._say_what_was_lost()
 
-    def _opened(self) -> SegmentFile:
+    def opened(self) -> SegmentFile:
         """Return the open file; what is logged outside of trainings and evaluations opens a segment that has no end."""
         if self._file is not None:
             return self._file

@@ -2,8 +2,8 @@
 
     import the target → look it up → ask the probe → build the replacement → write → verify → restore
 
-Nothing is written before every patch of a set was probed and built. A patch's version range and the text of its target only warn:
-its probe decides, and what shows its effect while it runs. The patches are declared in `mismatch_ext.patches`.
+Nothing is written before every patch of a set was probed and built. A patch's version range only warns: its
+probe decides, and what shows its effect while it runs. The patches are declared in `mismatch_ext.patches`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Patch:
     # Gets the original before anything is written; returns None if it behaves as needed, else a sentence that says what it
     # did.
     probe: Callable[[Any], str | None] | None = None
-    texts: tuple[str, ...] = ()  # digests of the target's source that were run; another warns and names its digest
     # What the replacement calls or adds (`calling`). The patch's digest holds a function's or class's name, a tuple's
     # values.
     handler: Any = field(default=None, hash=False)
@@ -245,7 +244,7 @@ def _build(patch: Patch, owner: Any, attribute: str, raw: Any) -> _Place:
             f"{patch.name}: {patch.target} of {patch.peer} {version} does not do what the patch needs: {seen} Nothing was "
             f"patched. Install {patch.peer} {patch.supports}; the patch is not needed when: {patch.remove_when}"
         )
-    _warn_of_what_nobody_ran(patch, version, original)
+    _warn_of_what_nobody_ran(patch, version)
     replacement = patch.make(original) if patch.handler is None else patch.make(original, patch.handler)
     if isinstance(replacement, FunctionType | type):
         setattr(replacement, MARKER, patch.name)
@@ -269,12 +268,10 @@ def _probed(patch: Patch, original: Any) -> str | None:
         return f"its probe raised {error!r}."
 
 
-def _warn_of_what_nobody_ran(patch: Patch, version: str, original: Any) -> None:
+def _warn_of_what_nobody_ran(patch: Patch, version: str) -> None:
     holds = patch.observed if patch.probe is None else "its probe holds"
     if not in_range(version, patch.supports):
         warn_untested({patch.peer: version}, f"patch {patch.name} was run with {patch.supports}; {holds}")
-    elif patch.texts and (digest := hashlib.sha256(_text(original).encode()).hexdigest()[:16]) not in patch.texts:
-        warn_untested({patch.peer: version}, f"the text of {patch.target}, {digest}, is not one that was run; {holds}")
 
 
 def _refuse_two_on_one_symbol(places: list[_Place]) -> None:

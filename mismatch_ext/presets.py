@@ -82,7 +82,8 @@ class ResolvedCorrection:
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict one another, or have no meaning; raises ConfigError."""
-        self._check_numbers()
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise _refused(f": lower={self.lower} exceeds upper={self.upper}.")
         self._check_mode()
         if self.level == "none":
             self._check_nothing_is_idle()
@@ -93,17 +94,6 @@ class ResolvedCorrection:
         unknown = sorted(self.compat - set(COMPAT))
         if unknown:
             raise _refused(f": unknown compatibility options {unknown}; known: {', '.join(COMPAT)}.")
-
-    def _check_numbers(self) -> None:
-        for name in ("upper", "lower", "veto"):
-            number = getattr(self, name)
-            if number is not None and not 0 < number < math.inf:
-                raise _refused(f".{name}: {number!r} is not allowed; allowed: a finite number > 0.")
-        threshold = self.off_policy_threshold
-        if threshold is not None and not math.isfinite(threshold):
-            raise _refused(f".off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.")
-        if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise _refused(f": lower={self.lower} exceeds upper={self.upper}.")
 
     def _check_mode(self) -> None:
         if self.loss != "ppo_clip" and self.mode != "bypass":

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,33 @@ class Seam:
     def change(self, importing: bool = False) -> str | None:
         """Return None if all claims hold, otherwise what was found instead."""
         return " ".join(change for claim in self.claims if (change := claim.change(importing))) or None
+
+
+def read_seams(hooks: Iterable[Mapping[str, Any]], sources: Mapping[str, str]) -> tuple[Seam, ...]:
+    """Return the hooks of an adapter's upstream.toml as seams.
+
+    Args:
+        hooks: What is below `[[hook]]`.
+        sources: Address of each peer's source, which a hook's `file` is relative to.
+    """
+    return tuple(
+        Seam(
+            name=hook["name"],
+            features=tuple(hook.get("features", [ALL])),
+            what=hook["what"],
+            claims=tuple(map(_claim, hook["names"])),
+            checked=hook["checked"],
+            upstream=sources[hook["name"].partition("/")[0]] + hook["file"],
+            where=tuple(hook.get("where", ())),
+        )
+        for hook in hooks
+    )
+
+
+def _claim(name: str) -> Claim:
+    """Read "module:Attribute.path(first, parameters)"."""
+    target, _, params = name.rstrip(")").partition("(")
+    return exists(target, *filter(None, params.split(", ")))
 
 
 @dataclass(frozen=True)

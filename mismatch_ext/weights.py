@@ -279,6 +279,18 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a check allows."""
+
+    dtype: str
+    """The coarser compute dtype of the two that are compared."""
+    baseline: float = math.inf
+    """The baseline is at most this."""
+    noise: float = 1.0
+    """How many baselines the scores of one version differ by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """One look beside the history."""
 
@@ -302,13 +314,13 @@ def with_baseline(history: History, now: Look) -> History:
     return history
 
 
-def began(history: History, now: Look) -> History:
+def begin_history(history: History, now: Look) -> History:
     """Take a look before the first update, when the engine holds the weights that training starts from."""
     apart = None
     if math.isfinite(now.gap):
         apart = Apart(gap=now.gap, engine=now.engine.tolist(), reference=now.reference.tolist())
     history = replace(with_baseline(history, now), engine=None, since=None, versions=(), apart=apart)
-    return remembered(history, now, frozen=False, new=math.isfinite(now.gap))
+    return add_look(history, now, frozen=False, new=math.isfinite(now.gap))
 
 
 def limit_of_rounding(baseline: float, dtype: str) -> float:
@@ -316,11 +328,13 @@ def limit_of_rounding(baseline: float, dtype: str) -> float:
     return min(max(FACTOR * baseline, FLOOR[dtype]), CEILING[dtype])
 
 
-def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.inf, noise: float = 1) -> Evidence:
-    """Compare a look with the history; the baseline is at most `most`, and a version's own noise is `noise` baselines."""
+def evidence_of(history: History, now: Look, limits: Limits) -> Evidence:
+    """Compare a look with the history."""
     gap, spread = history.baseline or (math.inf, 0.0)
-    baseline = min(gap * max(1.0, now.spread / spread) if spread > 0 else gap, most)
-    floor = max(MOVEMENT_FLOOR[dtype], noise * baseline)
+    if spread > 0:
+        gap *= max(1.0, now.spread / spread)
+    baseline = min(gap, limits.baseline)
+    floor = max(MOVEMENT_FLOOR[limits.dtype], limits.noise * baseline)
     movement, frozen = 0.0, False
     if history.engine is not None and history.since is not None:
         frozen = now.engine.tolist() == history.engine and bool(now.common(history.since).all())
@@ -336,7 +350,7 @@ def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.i
     return Evidence(
         gap=now.gap,
         baseline=baseline,
-        threshold=limit_of_rounding(baseline, dtype),
+        threshold=limit_of_rounding(baseline, limits.dtype),
         frozen=frozen,
         movement=movement,
         moved=frozen and movement > floor,
@@ -344,7 +358,7 @@ def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.i
     )
 
 
-def remembered(history: History, now: Look, *, frozen: bool, new: bool) -> History:
+def add_look(history: History, now: Look, *, frozen: bool, new: bool) -> History:
     """Add a look to the history: as the last change of the engine unless it is frozen, as a version of the reference if `new`."""
     if not new and (frozen or math.isinf(now.gap)):
         return history
@@ -356,23 +370,32 @@ def remembered(history: History, now: Look, *, frozen: bool, new: bool) -> Histo
     return history
 
 
+def judge(history: History, now: Look, limits: Limits, *, changed: bool) -> tuple[History, Evidence]:
+    """Compare the look after an update with the history, and return the history with it.
+
+    `changed` says whether the weights differ from those of the update before.
+    """
+    if not history.updates or history.baseline is None:
+        history = with_baseline(history, now)
+    seen = evidence_of(history, now, limits)
+    history = add_look(history, now, frozen=seen.frozen, new=changed or not history.versions)
+    return replace(history, updates=history.updates + 1, apart=_still_apart(history.apart, now, seen)), seen
+
+
 # Prefill.
 
 
 def judge_prefill(
-    history: History, now: Look, dtype: str, *, changed: bool, comparisons: Sequence[TensorComparison] = ()
+    history: History, now: Look, limits: Limits, *, changed: bool, comparisons: Sequence[TensorComparison] = ()
 ) -> tuple[History, SyncVerdict]:
     """Judge one update by the engine's prefill; `changed` says whether the trainer's weights differ from those before."""
-    if not history.updates or history.baseline is None:
-        history = with_baseline(history, now)
-    seen = evidence_of(history, now, dtype)
-    status, why = _prefill_status(history, now, seen, changed, comparisons)
-    history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
-    history = replace(history, updates=history.updates + 1, apart=_still_apart(history.apart, now, seen))
+    before = history
+    history, seen = judge(before, now, limits, changed=changed)
+    status, why = _prefill_status(before, now, seen, changed, comparisons)
     remedy = REMEDIES.get(OUTPUT_HEAD if only_the_head_differs(comparisons) else status, "")
     figures = (
-        f"Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; {dtype} baseline {seen.baseline:.3g}, threshold "
-        f"{seen.threshold:.3g}."
+        f"Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; {limits.dtype} baseline {seen.baseline:.3g}, "
+        f"threshold {seen.threshold:.3g}."
     )
     message = f"weight update {history.updates}: {status}. {why} {figures} {remedy}"
     return history, _verdict(status, now, seen, message.rstrip())
@@ -438,7 +461,7 @@ def _prefill_status(
         previous = [comparison.name for comparison in differing if comparison.matches_previous]
         if previous:
             stale = f"{len(previous)} are the trainer's previous version, such as {previous[0]}."
-        largest = max(differing, key=lambda c: math.inf if c.max_abs_diff != c.max_abs_diff else c.max_abs_diff or 0.0)
+        largest = max(differing, key=_size)
         size = "" if largest.max_abs_diff is None else f" by {largest.max_abs_diff:.3g}"
         text = f"{len(differing)} of {len(tensors)} tensors differ from the trainer's, such as {largest.name}{size}."
         return "stale" if stale else "garbled", f"{text} {stale}".rstrip()
@@ -455,6 +478,12 @@ def _prefill_status(
     if not changed:
         return "unchanged", "The trainer's weights are those of the previous update."
     return "in_sync", f"The gap of prefill is within numerics{exact}."
+
+
+def _size(comparison: TensorComparison) -> float:
+    """Return by how much a tensor differs, to find the worst: infinitely with a NaN, 0 where it is not known."""
+    size = comparison.max_abs_diff or 0.0
+    return math.inf if math.isnan(size) else size
 
 
 def _unseen(history: History) -> str:
@@ -480,12 +509,9 @@ def decode_look(decoded: Decoded, prefill: Tensor) -> Look:
     return Look(engine=engine, reference=reference, tokens=sampled.detach().cpu()[:, 1:], left_out=LEFT_OUT_DECODED)
 
 
-def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tuple[History, SyncVerdict]:
-    """Judge the decode after one update; `numerics` is the baseline of prefill, nats per token."""
-    if not history.updates or history.baseline is None:
-        history = with_baseline(history, now)
-    # Two passes of prefill, each with its own noise, differ by less than two baselines.
-    seen = evidence_of(history, now, dtype, most=numerics, noise=2)
+def judge_decode(history: History, now: Look, limits: Limits, *, changed: bool) -> tuple[History, SyncVerdict]:
+    """Judge the decode after one update; arguments as for `judge`."""
+    history, seen = judge(history, now, limits, changed=changed)
     why, remedy = "", "stale_decode"
     if math.isinf(seen.gap):
         why, remedy = "Log-probabilities of decoded tokens are not finite.", "decodes_nan"
@@ -495,14 +521,13 @@ def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tu
         why = f"The engine decodes at {seen.older:.3g} from its prefill before an earlier update."
     elif seen.gap > seen.threshold:
         why = "The engine's decode differs from its prefill of the same tokens."
-    new = not seen.frozen and math.isfinite(seen.gap)
-    history = replace(remembered(history, now, frozen=seen.frozen, new=new), updates=history.updates + 1)
     figures = (
-        f"Mean gap between decode and prefill {seen.gap:.3g}, {dtype} noise {seen.baseline:.3g}, threshold {seen.threshold:.3g} "
-        f"({now.engine.numel()} tokens)."
+        f"Mean gap between decode and prefill {seen.gap:.3g}, {limits.dtype} noise {seen.baseline:.3g}, threshold "
+        f"{seen.threshold:.3g} ({now.engine.numel()} tokens)."
     )
-    message = f"{why} {figures} {REMEDIES[remedy]}" if why else f"The engine decodes as its prefill scores. {figures}"
-    return history, _verdict("stale_decode" if why else "in_sync", now, seen, message)
+    if not why:
+        return history, _verdict("in_sync", now, seen, f"The engine decodes as its prefill scores. {figures}")
+    return history, _verdict("stale_decode", now, seen, f"{why} {figures} {REMEDIES[remedy]}")
 
 
 # Both sides, asked after each update.
@@ -647,8 +672,8 @@ class WeightVerifier:
         """
         look = self.look()  # first: ranks that share the weights look together, and one rank's engine may fail
         engine, decode = self._ask()
-        state = replace(self.state, prefill=began(self.state.prefill, self._look(engine, look.logprobs)))
-        self.state = state if decode is None else replace(state, decode=began(state.decode, decode))
+        state = replace(self.state, prefill=begin_history(self.state.prefill, self._look(engine, look.logprobs)))
+        self.state = state if decode is None else replace(state, decode=begin_history(state.decode, decode))
         self._fingerprint = look.fingerprint
 
     def look(self) -> TrainerLook:
@@ -676,26 +701,26 @@ class WeightVerifier:
         dtype, engine_dtype = self.state.dtypes
         now = self._look(engine, look.logprobs)
         moved = now.movement(self.state.prefill.versions[-1]) if self.state.prefill.versions else 0.0
-        prefill, verdict = judge_prefill(self.state.prefill, now, dtype, changed=changed, comparisons=comparisons)
+        prefill, verdict = judge_prefill(
+            self.state.prefill, now, Limits(dtype=dtype), changed=changed, comparisons=comparisons
+        )
         self.state = replace(self.state, prefill=prefill)
-        gap = verdict.gap_mean
+        gap, explained = verdict.gap_mean, FACTOR * max(moved, verdict.baseline)
         if decode_now is not None:
-            decode, decode_verdict = judge_decode(self.state.decode, decode_now, engine_dtype, verdict.baseline)
+            # Two passes of prefill, each with its own noise, differ by less than two baselines.
+            limits = Limits(dtype=engine_dtype, baseline=verdict.baseline, noise=2)
+            decode, of_decode = judge_decode(self.state.decode, decode_now, limits, changed=changed)
             self.state = replace(self.state, decode=decode)
-            # If prefill is wrong too, that is the cause to name.
-            worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
-            if worse is decode_verdict:
-                worse = replace(worse, message=self._by_cache(worse))
-            verdict, gap = replace(verdict, status=worse.status, message=worse.message), worse.gap_mean
-        # Decode and prefill are two passes over the same weights, so that an update's size explains nothing between them.
-        explained = 0.0 if verdict.status == "stale_decode" else FACTOR * max(moved, verdict.baseline)
+            if verdict.ok and not of_decode.ok:  # if prefill is wrong too, that is the cause to name
+                verdict = replace(verdict, status=of_decode.status, message=self._by_cache(of_decode))
+                # Decode and prefill are two passes over the same weights, so that an update's size explains nothing.
+                gap, explained = of_decode.gap_mean, 0.0
         missed = any(
             comparison.matches_previous and not comparison.equal
             for comparison in comparisons
             if comparison.name != OUTPUT_HEAD
         )
-        clear = not verdict.ok and (missed or gap > explained)
-        self.verdict = replace(verdict, clear=clear)
+        self.verdict = replace(verdict, clear=not verdict.ok and (missed or gap > explained))
         return self.verdict
 
     def verify(

@@ -182,25 +182,6 @@ def alike(scorer: Scorer, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], s
     )
 
 
-def equal_shares(
-    scorer: Scorer, rows: Sequence[Sequence[int]], states: Sequence[Mapping[At, tuple[Tensor, Tensor]]]
-) -> dict[str, float]:
-    """Return for each block, by name, the share of tokens at which both sides compute the same to the last bit."""
-    blocks = blocks_of(scorer.model)
-    states = _renamed(states, blocks)
-    equal: dict[At, list[Tensor]] = {}
-    for ids, parts in zip(rows, states, strict=True):
-        with scorer.as_trainer():
-            trainers = _outputs(scorer.model, blocks, ids, parts)
-        for at, (_, engines) in parts.items():
-            if at in trainers and engines.shape == trainers[at].shape:
-                equal.setdefault(at, []).append((engines.float() == trainers[at]).all(-1).float())
-    return {
-        f"layer {at[0]}, {KINDS.get(at[1], at[1])}": float(torch.cat(tokens).mean())
-        for at, tokens in sorted(equal.items())
-    }
-
-
 def _renamed(
     states: Sequence[Mapping[At, tuple[Tensor, Tensor]]], blocks: Mapping[At, nn.Module]
 ) -> list[dict[At, tuple[Tensor, Tensor]]]:

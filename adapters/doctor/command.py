@@ -13,7 +13,6 @@ from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.hosts import RESPONSES, HostRun
 from mismatch_ext.adapters.doctor.options import DTYPES, asked_of, ensure_no_turns
 from mismatch_ext.adapters.doctor.prompts import read_prompts
-from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.doctor.turns import run_turns
@@ -69,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
             sides = _as_served(sides, arguments, server, host)
             server.ensure_fits(prompts[: arguments.responses or RESPONSES], asked.max_tokens, sides.sampling)
         diagnosis = examine(sides, prompts, **limits, **how)
-    diagnosis.notes += tuple(unlike(arguments.out, sides))
     if not arguments.json:
         say(report(diagnosis))
     settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}

@@ -1,9 +1,8 @@
-"""Measures how an engine differs from itself on the same tokens: decode, order of the requests, and requests at a time."""
+"""Measures how an engine differs from itself on the same tokens: decode, and one request at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,14 +10,11 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.evidence import AFRESH, ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, SAMPLED_AGAIN, Engine, Rung
 
-# Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
-ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
-# The same in a quick look.
-QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 16, 8, 16
-# Number of prompts that are sampled again without the prefix cache, if decode differs from prefill and some were in it.
-FRESH_ROWS = 16
+# Numbers of responses that are scored again one at a time, and sampled without settings; and the same in a quick look.
+ALONE_ROWS, NEUTRAL_ROWS = 16, 32
+QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 8, 16
 
 
 @runtime_checkable
@@ -27,16 +23,6 @@ class ScoresAlone(DoctorsEngine, Protocol):
 
     def score_alone(self, sample: Sample) -> Sample:
         """Score as `score` does, but send each response's request only after the one before was answered."""
-
-
-@runtime_checkable
-class SamplesAfresh(DoctorsEngine, Protocol):
-    """An engine that can pass its prefix cache by, and counts the prompts that it took from it."""
-
-    cached_prompts: int
-
-    def sample_afresh(self, asked: ToSample) -> Sample:
-        """Sample as `sample` does, without reading the prefix cache."""
 
 
 def engine_rungs(
@@ -67,16 +53,14 @@ def engine_rungs(
     """
     if not isinstance(engine, ScoresAlone):
         # A server also has other requests, and may sample with settings that the doctor does not know.
-        note = f"not measured with this engine: {DECODE}, {REVERSED}, {ALONE}"
+        note = f"not measured with this engine: {DECODE}, {ALONE}"
         return Engine(
             rungs=(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine),),
             decode=np.zeros(1),
             prefill=None,
             notes=(note,),
         )
-    most, most_alone, most_neutral = ROWS, ALONE_ROWS, NEUTRAL_ROWS
-    if quick:
-        most, most_alone, most_neutral = QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS
+    alone_rows, neutral_rows = (QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS) if quick else (ALONE_ROWS, NEUTRAL_ROWS)
     rungs = []
     if same and _neutral(sides):
         decode, prefill = sample.engine - again.engine, again.engine
@@ -84,32 +68,14 @@ def engine_rungs(
         rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
         neutral = engine.sample(
             ToSample(
-                prompts=prompts[:most_neutral], responses=most_neutral, max_tokens=max_tokens, sampling=_plain(sides)
+                prompts=prompts[:neutral_rows], responses=neutral_rows, max_tokens=max_tokens, sampling=_plain(sides)
             )
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
-    cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
-    rungs += [Rung.of("engine", DECODE, decode), *_by_batches(engine, again, most, most_alone)]
-    found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
-    if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():
-        return found
-    first = prompts[:FRESH_ROWS]
-    afresh = engine.sample_afresh(
-        ToSample(prompts=first, responses=len(first), max_tokens=max_tokens, sampling=_plain(sides))
-    )
-    fresh = afresh.engine - engine.score(afresh).engine
-    return replace(found, rungs=(*rungs, Rung.of("engine", AFRESH, fresh)), afresh=fresh)
-
-
-def _by_batches(engine: ScoresAlone, again: Sample, most: int, most_alone: int) -> Iterator[Rung]:
-    """Yield how far scores move with the order of the requests, and with requests that are alone."""
-    rows = list(range(min(most, len(again.responses))))
-    some = _with_tokens(again, rows)
-    backwards = range(len(some.responses))[::-1]
-    turned = engine.score(some.part(backwards)).part(backwards)
-    yield Rung.of("engine", REVERSED, turned.engine - some.engine)
-    few = _with_tokens(again, rows[:most_alone])
-    yield Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine)
+    rungs.append(Rung.of("engine", DECODE, decode))
+    few = _with_tokens(again, list(range(min(alone_rows, len(again.responses)))))
+    rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
+    return Engine(rungs=tuple(rungs), decode=decode, prefill=prefill)
 
 
 def _plain(sides: Run) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def _gathered(
 ) -> tuple[Evidence, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
     from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
-    from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, mixes_packed
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import gather
@@ -327,8 +327,6 @@ def _gathered(
         head=sides.head,
         attention=sides.attention,
         computed=computed,
-        # What another layout would do says nothing about this run.
-        layouts=(sides.layout,) if quick else LAYOUTS,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)

@@ -21,6 +21,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")
 ATTENTIONS = ("eager", "sdpa")
 THRESHOLD = 1e-4
+# The option that sets a field of a run, by the field.
+OPTIONS = {
+    **{
+        name: name
+        for name in ("model", "engine_model", "dtype", "trainer_dtype", "engine", "temperature", "server", "older")
+    },
+    **{name: f"trainer_{name}" for name in ("layout", "head", "attention")},
+}
 # Settings of requests by which a grammar takes tokens out, of vLLM and SGLang.
 GRAMMARS = {"structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf", "structural_tag"}
 
@@ -156,7 +164,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     """
     _ensure_allowed(arguments, host)
     given = _given(arguments)
-    origin_of_given = {name: f"--{name.replace('_', '-')}" for name in given}
+    origin_of_given = {name: f"--{OPTIONS[name].replace('_', '-')}" for name in given}
     engine_arguments = pairs("--engine-arg", arguments.engine_arg)
     if "dtype" in engine_arguments:
         # The engine's dtype is also what rounding is judged in, so there is only one.
@@ -207,32 +215,23 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a run that options set directly."""
-    fields: dict[str, Any] = {}
-    if arguments.model is not None:
-        fields["model"] = str(arguments.model)
-    if arguments.engine_model is not None:
-        fields["engine_model"] = str(arguments.engine_model)
-    for name, option in (("dtype", "--dtype"), ("trainer_dtype", "--trainer-dtype")):
-        if getattr(arguments, name) is not None:
-            fields[name] = _dtype(option, getattr(arguments, name))
-    for name in ("engine", "temperature"):
-        if getattr(arguments, name) is not None:
-            fields[name] = getattr(arguments, name)
-    if arguments.server is not None:
+    named = {field: getattr(arguments, option) for field, option in OPTIONS.items()}
+    fields = {field: value for field, value in named.items() if value not in (None, [])}
+    for name in ("model", "engine_model"):
+        if name in fields:
+            fields[name] = str(fields[name])
+    for name in ("dtype", "trainer_dtype"):
+        if name in fields:
+            fields[name] = _dtype(f"--{name.replace('_', '-')}", fields[name])
+    if "older" in fields:
+        fields["older"] = tuple(map(str, fields["older"]))
+    if "server" in fields:
         fields["server"] = Address(
             url=arguments.server,
             model=arguments.server_model,
             timeout=arguments.server_timeout,
             key=arguments.server_key,
         )
-    if arguments.older:
-        fields["older"] = tuple(map(str, arguments.older))
-    if arguments.trainer_layout is not None:
-        fields["layout"] = arguments.trainer_layout
-    if arguments.trainer_head is not None:
-        fields["head"] = arguments.trainer_head
-    if arguments.trainer_attention is not None:
-        fields["attention"] = arguments.trainer_attention
     return fields
 
 
@@ -243,16 +242,9 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
             raise ConfigError(
                 "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
             )
-        for option in (
-            "older",
-            "dtype",
-            "trainer_dtype",
-            "trainer_layout",
-            "trainer_head",
-            "trainer_attention",
-            "temperature",
-        ):
-            if getattr(arguments, option):
+        for option in OPTIONS.values():
+            # What starts or asks an engine is refused by its own sentence below.
+            if option not in ("engine", "engine_model", "server") and getattr(arguments, option):
                 raise ConfigError(f"--{option.replace('_', '-')} needs --model: without it only the log is read.")
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
         if host is None:

@@ -29,7 +29,7 @@ QUICK = {
 }
 # By its passes: twice as many responses and more, and about 70 passes of changed models.
 WHOLE = QUICK | {"engine": 60, "engine again": 30, "engine's own noise": 40, "trainer": 200, CAUSES: 900}
-GATE = {"engine": 15, "batches": 40, "engine's blocks": 5, "trainer": 20, "oracle": 40, "trainer's blocks": 10}
+GATE = {"engine": 15, "batches": 40, "engine's blocks": 5, "oracle": 40, "trainer's blocks": 10}
 # About how many causes are tried, for the part of the time that one of them takes.
 MANY_CAUSES = 24
 

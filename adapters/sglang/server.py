@@ -61,24 +61,19 @@ class ServerVerdict:
             EngineError: There is a problem; the message has one line for each.
         """
         if self.problems:
-            raise EngineError(str(self))
-
-    def __str__(self) -> str:
-        notes = "".join(f"\n  note: {note}" for note in self.notes)
-        if not self.problems:
-            return f"sglang {self.version}: runs as the trainer needs it.{notes}"
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        head = f"sglang {self.version} does not run as the trainer needs it, {len(self.problems)} problems:"
-        return f"{head}\n{lines}{notes}"
+            lines = "".join(f"\n  - {problem}" for problem in self.problems)
+            notes = "".join(f"\n  note: {note}" for note in self.notes)
+            raise EngineError(
+                f"sglang {self.version} does not run as the trainer needs it, {len(self.problems)} problems:{lines}{notes}"
+            )
 
 
-def read_server(info: Mapping[str, Any], *, original_logprobs: bool | None = None) -> EngineReading:
+def read_server(info: Mapping[str, Any]) -> EngineReading:
     """Read the dtypes and modes that a server reports.
 
     Args:
-        info: The server's report.
-        original_logprobs: Whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`, which SGLang's report does not show.
-            None takes it from the report if `EngineTransport.server_info` added it there, and otherwise assumes that it is unset.
+        info: The server's report. SGLang's own does not show whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`;
+            where `EngineTransport.server_info` has not added it, it is taken to be unset.
 
     Returns:
         The reading. It has no parameter dtypes, because they cannot be read, and a dtype "auto" stays "auto". Over HTTP the
@@ -99,15 +94,13 @@ def read_server(info: Mapping[str, Any], *, original_logprobs: bool | None = Non
     quantizations = [str(value)[:60] for value in settings if value not in (None, "", "unquant")]
     dtype = spelled(info["dtype"])
     head_in_float32 = info.get("enable_fp32_lm_head") is True
-    if original_logprobs is None:
-        original_logprobs = info.get(ORIGINAL_LOGPROB) is True
     return EngineReading(
         engine="sglang",
         version=info["version"],
         model_dtype=dtype,
         parameter_dtypes={},
         kv_cache_dtype=spelled(info["kv_cache_dtype"]),
-        logprobs_mode="raw_logprobs" if original_logprobs else "processed_logprobs",
+        logprobs_mode="raw_logprobs" if info.get(ORIGINAL_LOGPROB) is True else "processed_logprobs",
         quantization=next(iter(quantizations), None),
         head_dtype="float32" if head_in_float32 else dtype,
     )
@@ -118,8 +111,6 @@ def check_server(
     *,
     config: MismatchConfig,
     trainer_dtype: str,
-    needs_routing: bool | None = None,
-    original_logprobs: bool | None = None,
     sends_all_weights: bool = False,
 ) -> ServerVerdict:
     """Compare all settings of a server with what the trainer needs, before the first request.
@@ -128,8 +119,6 @@ def check_server(
         info: The server's report.
         config: The `mismatch` config; if it has a `precision` section, the dtype is taken from there.
         trainer_dtype: Dtype that the trainer computes in, used if there is no `precision` section.
-        needs_routing: Whether routes are replayed; None takes it from the config (`routing.mode` R3).
-        original_logprobs: As in `read_server`.
         sends_all_weights: Whether the trainer sends all weights before the first request, so that the server may begin with
             random ones.
 
@@ -140,19 +129,18 @@ def check_server(
         EngineError: `info` is not a report of SGLang; names the field.
         PrecisionError: `trainer_dtype` is not a compute dtype.
     """
-    reading = read_server(info, original_logprobs=original_logprobs)
+    reading = read_server(info)
     precision = config.precision
     if precision is None:
         precision = section_of(PrecisionConfig, canonical(trainer_dtype), "trainer_dtype", "dtype")
-    routing = config.routing is not None and config.routing.mode == "R3" if needs_routing is None else needs_routing
+    routing = config.routing is not None and config.routing.mode == "R3"
     problems = [*_version_and_precision(reading, precision), *_settings(info, precision, sends_all_weights)]
     if routing:
         problems += routing_problems(info)
     notes = []
-    if original_logprobs is None and not isinstance(info.get(ORIGINAL_LOGPROB), bool):
+    if not isinstance(info.get(ORIGINAL_LOGPROB), bool):
         notes.append(
-            f"{ORIGINAL_LOGPROB} is assumed to be unset in the server's environment, which the report does not show; say "
-            "original_logprobs=True or False."
+            f"{ORIGINAL_LOGPROB} is assumed to be unset in the server's environment, which the report does not show."
         )
     if not routing and (speculative := info.get("speculative_algorithm")) is not None:
         notes.append(

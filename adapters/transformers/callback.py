@@ -81,7 +81,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
-        lr = None if self._lr is None else self._lr.saved_state()
+        lr = None if self._lr is None else self._lr.state_dict()
         alarms = AlarmState() if self._log is None else self._log.alarms
         saved = {"lr": lr, "monitor": to_json(alarms)}
         return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
@@ -132,7 +132,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         if self._log is not None:
             self._alarms.on_train_begin(args, state, control)
         if self._lr is not None:
-            self._lr.resume(saved.get("lr"))
+            self._lr.load_state_dict(saved.get("lr"))
             self._lr.on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:
             done = "is active" if self._checks.acts else "measures, and changes nothing,"

@@ -36,11 +36,15 @@ class LrCallback(TrainerCallback):
         self._stepped: Any = None
         self._stock_step: Any = None
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Set what `saved_state` returned, from which the control goes on when training begins; None begins anew."""
+    def begin_anew(self) -> None:
+        """Forget what an earlier training has left."""
+        self._saved = None
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Set what `state_dict` returned, from which the control goes on when training begins; None begins anew."""
         self._saved = saved
 
-    def saved_state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:
         """Return the control's state for a checkpoint; None if no training has begun."""
         return None if self.rate is None else self.rate.state_dict()
 

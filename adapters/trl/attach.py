@@ -25,20 +25,21 @@ from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.trl.bad_rows import mask_of
 from mismatch_ext.adapters.trl.correction import phantom
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
+from mismatch_ext.adapters.trl.host import Gap, RunCallback, TrainerRun
 from mismatch_ext.adapters.trl.lora import check_base, check_tied
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.refusals import TRAINERS, check_device, check_peers, refuse
+from mismatch_ext.adapters.trl.refusals import check_device, check_peers, refuse
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RecordError, WeightSyncError
+from mismatch_ext.errors import ConfigError, RecordError, SeamError, WeightSyncError
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import RolloutRecord
+from mismatch_ext.versions import PEERS, installed
 
 
 def attach(trainer: GRPOTrainer | RLOOTrainer) -> Attached:
@@ -59,7 +60,7 @@ def attach(trainer: GRPOTrainer | RLOOTrainer) -> Attached:
         RunDirectoryError: The run directory cannot be written.
     """
     block = MismatchConfig()
-    refuse(TRAINERS, type(trainer), block)
+    refuse("class", type(trainer), block)
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigError(
             f"attach({type(trainer).__name__}): allowed is a GRPOTrainer or RLOOTrainer of TRL, or one of a subclass. Use "
@@ -144,7 +145,7 @@ class Attached(TrainerRun):
         self._batch: RolloutPass | None = None
         self.checks.at(lambda: self.step)
         self._check_settings()
-        trainer.add_callback(ResumeCallback(self))
+        trainer.add_callback(RunCallback(self))
         self.begin()
         self._wrap_trainer()
         self.log.announce()
@@ -185,6 +186,12 @@ class Attached(TrainerRun):
         }
         if self.checked is not None:
             ours |= {"_generate": self.generated, "_generate_and_score_completions": self.make_batch}
+        gone = [name for name in ours if not hasattr(self.trainer, name)]
+        if gone:
+            raise SeamError(
+                f"trl {installed('trl')}: {type(self.trainer).__name__} has no {' and no '.join(gone)}, which it is measured by; "
+                f"install a version that was run (pip install trl=={PEERS['trl'].nearest(installed('trl'))})."
+            )
         for name, method in ours.items():
             setattr(self.trainer, name, partial(method, getattr(self.trainer, name)))
 

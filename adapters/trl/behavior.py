@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import FAR_BELOW, token_weights
+from mismatch_ext.adapters.trl.aggregation import token_weights
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -73,12 +73,20 @@ KNOWN_SETTINGS = """
 """.split()
 """Settings that they read, of the trainer or of its arguments. The run's own values count, unless `stand_in` has another."""
 
+FAR_BELOW = -1.0e4
+"""A reference's log-probability at which the slope of k3 in the policy's is 1: `exp(FAR_BELOW)` is 0."""
 Case = Mapping[str, Any]
 """What differs from the defaults of `stand_in` ("args.delta") and from the inputs above; None leaves an input out."""
 SEQUENCES: Case = {"importance_sampling_level": "sequence"}
 UNWEIGHED: Case = {"inputs.importance_sampling_ratio": ONES}
 FAR_OFF: Case = {"off_policy_mask_threshold": 0.02}
 TWICE: Case = {"current_gradient_accumulation_steps": 2}
+OF_WEIGHTS: Case = {
+    "beta": 1.0,
+    "inputs.advantages": torch.zeros(ROWS),
+    "inputs.ref_per_token_logps": FAR_BELOW * ONES,
+}
+"""The case whose slopes are the weights of tokens: no policy term, and a KL term of slope 1."""
 ONE_TOKEN: Case = {"inputs.completion_mask": ONLY_ONE, "inputs.num_items_in_batch": torch.ones((), device="cpu")}
 NO_TOKEN: Case = {"inputs.completion_mask": 0 * ONLY_ONE, "inputs.num_items_in_batch": torch.zeros((), device="cpu")}
 
@@ -277,11 +285,6 @@ def scores_its_tokens(probe: Probe) -> None:
 
 def weighs_by_denominator(probe: Probe) -> None:
     """A trained token weighs 1 over its type's denominator and a masked one 0: our terms are weighed so."""
-    unit = {
-        "beta": 1.0,
-        "inputs.advantages": torch.zeros(ROWS),
-        "inputs.ref_per_token_logps": FAR_BELOW * ONES,
-    }
     cases: tuple[Case, ...] = (
         {},
         TWICE,
@@ -293,7 +296,7 @@ def weighs_by_denominator(probe: Probe) -> None:
         NO_TOKEN,
     )
     for case in cases:
-        slopes = probe.slopes({**case, **unit})
+        slopes = probe.slopes({**case, **OF_WEIGHTS})
         probe.expect(slopes.of_logps, slopes.weights, case, "weighs tokens by the denominator of its loss type")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.accelerate.sharded import is_sharded
 from mismatch_ext.adapters.transformers.scoring import logits_width
-from mismatch_ext.adapters.trl.refusals import Row
+from mismatch_ext.adapters.trl.aggregation import token_weights
 from mismatch_ext.adapters.trl.rows import STEPS, Rows, RowTable, find_in, row_key, row_keys, rows_of_batch
 from mismatch_ext.adapters.vllm.heads import expect_top_k
 from mismatch_ext.patches.trl.fused_head import scoring_with
@@ -34,52 +34,6 @@ from mismatch_ext.rollout import RolloutRecord
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.run import TrlRun
-
-
-def is_on(block: MismatchConfig) -> bool:
-    """Tell whether a config asks for score centering, or for its measurement."""
-    return block.correction is not None and resolve(block.correction).centering is not None
-
-
-def _centers_and(is_set: Callable[[Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda s, b: is_on(b) and is_set(s)
-
-
-_OF_ONE_TOKEN = "the expected score of a token would need more than the engine's distribution at its place"
-
-# `s` is TRL's configuration, with all settings final.
-SETTINGS = (
-    Row(
-        "correction", "mismatch.correction.centering with mismatch.sampling_mask",
-        lambda s, b: is_on(b) and b.sampling_mask is not None,
-        "the policy would be centered over the whole vocabulary and scored over a part of it", "leave out one of the two",
-    ),
-    Row(
-        "correction", "mismatch.correction.centering with steps_per_generation={s.steps_per_generation}, "
-        "gradient_accumulation_steps={s.gradient_accumulation_steps} and num_iterations={s.num_iterations}",
-        lambda s, b: bool(
-            is_on(b)
-            and resolve(b.correction).loss != "reinforce"
-            and (s.num_iterations > 1 or s.steps_per_generation > s.gradient_accumulation_steps)
-        ),
-        "the loss of a later step holds the ratio to the policy that scored the batch, whose probabilities of other tokens are "
-        "not kept", "take one step from each batch, or set mode='bypass' and loss='reinforce'",
-    ),
-    *(
-        Row(
-            "correction", f"mismatch.correction.centering with {name}={{s.{name}!r}}", _centers_and(is_set), why, instead,
-        )
-        for name, is_set, why, instead in (
-            ("loss_type", lambda s: s.loss_type == "vespo", f"its weight is the whole answer's: {_OF_ONE_TOKEN}",
-             "use another loss_type"),
-            ("importance_sampling_level", lambda s: s.importance_sampling_level != "token", _OF_ONE_TOKEN, "set it to 'token'"),
-            ("off_policy_mask_threshold", lambda s: s.off_policy_mask_threshold is not None, _OF_ONE_TOKEN, "leave it out"),
-            ("top_entropy_quantile", lambda s: s.top_entropy_quantile < 1.0,
-             "tokens that TRL leaves out of its loss would stay in the term", "set it to 1.0"),
-            ("delta", lambda s: s.delta is not None and s.delta < 1.0, "it cuts off the ratio of every token", "leave it out"),
-        )
-    ),
-)  # fmt: skip
 
 
 class EngineHeads:
@@ -253,7 +207,7 @@ class Centering:
         if self._only_measured:
             return loss
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
-        weights = self.run.objective.weigh_tokens(model, inputs).to(terms.dtype) * self._slope()
+        weights = token_weights(self.trainer, inputs).to(terms.dtype) * self._slope()
         centered: Tensor = loss + (weights * advantages * terms).sum()
         return centered
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
-from mismatch_ext.adapters.trl.centering import SETTINGS as CENTERING_SETTINGS
 from mismatch_ext.adapters.trl.correction import native_options, own_options
-from mismatch_ext.adapters.trl.refusals import SETTINGS, TRAINERS, check_sharding, refuse
+from mismatch_ext.adapters.trl.refusals import check_sharding, refuse
 from transformers import TrainerState
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig, RLOOConfig
@@ -98,14 +97,14 @@ class MismatchConfigMixin(_Host):
             super().__post_init__()
             return
         self.mismatch = block.to_dict()
-        refuse(TRAINERS, type(self), block)
+        refuse("class", type(self), block)
         if block.precision is not None:
             self._follow_precision(block.precision.dtype)
             self._follow_head(block.precision.head)
         self._follow_objective(block)
         super().__post_init__()
         self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
-        refuse((*SETTINGS, *CENTERING_SETTINGS), self, block)
+        refuse("settings", self, block)
         if block.acts:
             self._check_settled(block)
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.kl import prompt_groups
 from torch import Tensor
 
-from mismatch_ext.correction import correct, metrics_over_ranks
+from mismatch_ext.correction import correct, correction_metrics
 from mismatch_ext.drift import clip_metrics, clip_sums
-from mismatch_ext.precision.dtypes import limits
 from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.sums import over_ranks
@@ -78,15 +76,10 @@ class CorrectionTerm:
     def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
         """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks."""
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
-        found = None
         with together(self._ranks):
-            if bool(chosen.any()):
-                found = correct(
-                    old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self._of_batch
-                )
-        if found is None:
-            # Other ranks may have tokens, and wait for this one's metrics.
-            return metrics_over_ranks({}, chosen, self.settings, self._ranks)
+            found = correct(
+                old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self._of_batch
+            )
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
             output["old_per_token_logps"] = torch.where(chosen, rollout, 0.0)
@@ -94,7 +87,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return metrics_over_ranks(found.metrics, chosen, self.settings, self._ranks)
+        return correction_metrics(over_ranks(found.sums, self._ranks))
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` or of DPPO `[B, T]`, from the current policy."""
@@ -122,28 +115,7 @@ class CorrectionTerm:
         return {"trust_region_frac": stopped / tokens} if tokens else {}
 
 
-def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> float | None:
-    """Return how far rejected responses move the group baseline of those that are kept, in advantages; every rank calls it."""
-    # TRL subtracts the mean of a group before any is rejected; of the kept ones alone, the mean advantage would be 0.
-    chosen, advantages = mask.bool(), output["advantages"]
-    sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
-    if advantages.dim() == 1:
-        kept = (chosen & (output["importance_sampling_ratio"] != 0)).any(1)
-        prompts = prompt_groups(output)
-        groups = prompts[kept]
-        values = advantages[kept].double()
-        size = len(mask)
-        count = values.new_zeros(size).index_add(0, groups, torch.ones_like(values))
-        total = values.new_zeros(size).index_add(0, groups, values)
-        lost = chosen.any(1) & ~kept
-        touched = torch.isin(groups, prompts[lost])
-        shift = torch.where(touched, (total / count.clamp(min=1))[groups].abs(), 0.0)
-        sums = torch.stack([shift.sum(), torch.tensor(float(len(values)), dtype=torch.float64, device=mask.device)])
-    moved, rows = ranks.sum(sums).tolist()
-    return moved / rows if rows else None
-
-
-# Phantom clipping: updates that a clip on pi_trainer / pi_engine stops before any drift, and when to expect that.
+# Phantom clipping: updates that a clip on pi_trainer / pi_engine stops before any drift.
 
 
 def clips_engine_ratio(settings: ResolvedCorrection | None, loss_type: str) -> bool:
@@ -169,15 +141,3 @@ def phantom(
     metrics = clip_metrics(over_ranks(sums, ranks))
     logged = metrics if clips else {"advantage_gap": metrics["advantage_gap"]}
     return {name: value for name, value in logged.items() if math.isfinite(value)}
-
-
-def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: str | None) -> str | None:
-    """Say why a clip on pi_trainer / pi_engine will probably stop learning; return None if it will not."""
-    if quantization is None and (engine_dtype is None or limits(engine_dtype).eps <= limits(trainer_dtype).eps):
-        return None
-    held = f"{quantization} weights" if quantization is not None else f"weights in {engine_dtype}"
-    return (
-        f"mismatch.correction clips π_trainer/π_engine, the engine has {held} and the trainer computes in {trainer_dtype}: what "
-        "the trainer learns below half a step of the engine's grid is clipped (docs/stability.md). Watch "
-        "mismatch/phantom_clip_frac, which should be 0; preset: decoupled_token_is clips on the trainer's own ratio."
-    )

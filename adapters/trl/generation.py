@@ -97,21 +97,12 @@ class CheckedGeneration:
         self._sync(self.run.ranks, *args, **kwargs)
 
     def _sync(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
-        # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
-        # the weights again.
-        alone: Callable[[], AbstractContextManager[None]]
-        alone = nullcontext if ranks is self.run.ranks else self._refusing
         if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version or self.verifier.begun):
-            with alone(), self.checks.checking("weight_sync"), together(ranks):
+            with self._checking("weight_sync", ranks):
                 self.verifier.begin()
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
-        scores = None
-        if self.verifies:
-            with alone(), self.checks.checking("weight_sync"):
-                with together(ranks):
-                    found = self.run.score(self.verifier.probes)
-                scores = found  # on all ranks or none
+        scores = self._trainer_scores(ranks) if self.verifies else None
         with together(ranks), self._to_the_end():
             self.engine.update(partial(self._plain_sync, *args, **kwargs), self._sent_parameters)
         self.weight_version += 1
@@ -119,12 +110,31 @@ class CheckedGeneration:
         if ranks.size == self.run.ranks.size:
             # Ranks decide by this whether to update together, so that an update on one of them does not count.
             self._sent_at = self.run.step
-        with alone(), self.checks.checking("precision"), together(ranks):
+        with self._checking("precision", ranks):
             self.run.sent(frozenset(self._sending.dtypes))
         if scores is not None:
-            with alone(), self.checks.checking("weight_sync"), together(ranks):
+            with self._checking("weight_sync", ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.run.fingerprint())
                 self.verifier.verify(self._sending.samples, look, stepped=stepped)
+
+    @contextmanager
+    def _checking(self, check: str, ranks: Ranks) -> Iterator[None]:
+        """Run a check of an update, in which all of these ranks raise together."""
+        with self._alone(ranks), self.checks.checking(check), together(ranks):
+            yield
+
+    def _alone(self, ranks: Ranks) -> AbstractContextManager[None]:
+        # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
+        # the weights again.
+        return nullcontext() if ranks is self.run.ranks else self._refusing()
+
+    def _trainer_scores(self, ranks: Ranks) -> Tensor | None:
+        """Return the trainer's log-probabilities of the probes, on all ranks; on all of them None if that fails on one."""
+        with self._alone(ranks), self.checks.checking("weight_sync"):
+            with together(ranks):
+                scores = self.run.score(self.verifier.probes)
+            return scores
+        return None
 
     @contextmanager
     def _to_the_end(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from mismatch_ext.adapters.trl.bad_rows import judge_records, mask_of
 from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings, step_of_checkpoint
 from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.head import read_fused_head
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
 from mismatch_ext.adapters.trl.turns import forks_of, joined_turns, matched_turns, turn_metrics
@@ -67,7 +65,7 @@ from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_side
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error, number_of_training, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import RolloutRecord, SamplingSettings, expect_present, one_provenance
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings, expect_present
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.versions import installed
@@ -84,6 +82,8 @@ FIXES = TrainerFixes(
     flags=(("float16", "fp16=True"), ("bfloat16", "bf16=True")),
     head="Set cast_lm_head_to_fp32 and mismatch.precision.head alike; see that nothing replaces TRL's head",
 )
+EVAL_SPLIT = "eval/default"
+"""Where the metrics of an evaluation without a name of its own go."""
 FLAG_OF_HEAD = "cast_lm_head_to_fp32"
 """TRL's option of an output head in float32."""
 Gap = tuple[Tensor, Tensor, Tensor]
@@ -122,7 +122,7 @@ class TrainerRun:
         self.readings: dict[str, Any] = {}  # what was read back from each side, by its name
         self.patches: list[dict[str, Any]] = []  # descriptions of those in use
         self.audit_report: AuditReport | None = None
-        self.eval_split = "eval/default"  # each evaluation's metrics are kept apart
+        self.eval_split = EVAL_SPLIT  # each evaluation's metrics are kept apart
         self.proves = block.monitor.weight_sync != "off"  # whether weight updates are verified
         self._sync_audited = self._bias_told = False
         self._unwritten: list[tuple[str, str, str]] = []  # events
@@ -210,8 +210,6 @@ class TrainerRun:
         # Of DeepSpeed's weights, the masters are out of reach.
         if self.grid is None and not self.trainer.is_deepspeed_enabled:
             self.grid = GridWatch.of(trainer, engine)
-            if self.grid is not None:
-                self.trainer.add_callback(GridCallback(self, self.grid))
         if self.block.precision is None:
             return
         self.audit_report = audit(self.block.precision, trainer, engine, sync, FIXES)
@@ -513,18 +511,15 @@ class TrainerRun:
             bad: Takes the bad rows; one of other tokens has None for its rollout.
 
         Raises:
-            RecordError: All rollouts are of other weights or of other tokens, or they come from different engines.
+            RecordError: All rollouts are of other weights or of other tokens.
         """
         records = batch.records
         if self.checked is None:
             return batch.records_of(output, bad)
         version = self.checked.weight_version
-        one_engine = [replace(record.provenance, weight_version=version) for record in records]
-        if records:
-            one_provenance((f"row {row}", origin) for row, origin in enumerate(one_engine))
-            present = [record.provenance.weight_version == version for record in records]
-            if not any(present) and len(records) >= FEW:
-                expect_present(records[0].provenance, version)
+        present = [record.provenance.weight_version == version for record in records]
+        if not any(present) and len(records) >= FEW:
+            expect_present(records[0].provenance, version)
         found = batch.records_of(output, bad)
         judge_records(bad, found, version)
         return found
@@ -600,8 +595,11 @@ class TrainerRun:
     ) -> Any:
         """Evaluate as TRL does, and keep the gap on this evaluation set apart."""
         split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
-        with overridden(self, eval_split=split), self.checks.around("metrics", self.log.evaluation(self.step)):
-            return host(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        self.eval_split = split
+        with self.checks.around("metrics", self.log.evaluation(self.step)):
+            metrics = host(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        self.eval_split = EVAL_SPLIT
+        return metrics
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
@@ -693,15 +691,16 @@ class TrainerRun:
             self.log.end("completed")
         return result
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state of its own in checkpoints, by name."""
+        found = {"kl": self.kl, "lr": self.lr, "routing": self.routing}
+        return {name: part for name, part in found.items() if part is not None}
+
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this."""
-        self.log.begin_anew()
-        if self.lr is not None:
-            self.lr.resume(None)
-        if self.kl is not None:
-            self.kl.reset()
-        if self.routing is not None:
-            self.routing.draws.begin_anew()
+        for part in (self.log, *self.parts.values()):
+            part.begin_anew()
 
     def save(self, host: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         """Write the run's state into the checkpoint that TRL then writes, which must not lack it when it is finished."""
@@ -715,16 +714,9 @@ class TrainerRun:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
-        state: dict[str, Any] = {"config": self.block.to_dict(), **self.log.state_dict()}
-        if self.kl is not None:
-            state["kl"] = self.kl.state_dict()
-        if self.lr is not None:
-            state["lr"] = self.lr.saved_state()
-        if self.routing is not None:
-            state["routing"] = self.routing.state_dict()
-        if self.checked is not None:
-            state |= self.checked.state_dict()
-        return state
+        engine = {} if self.checked is None else self.checked.state_dict()
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"config": self.block.to_dict(), **self.log.state_dict(), **parts, **engine}
 
     def resume(self) -> None:
         """Go on from the checkpoint of this training, if it has one."""
@@ -751,20 +743,33 @@ class TrainerRun:
     def go_on_from(self, state: dict[str, Any]) -> None:
         """Take over our own state from a checkpoint, except the alarms, and say which settings have changed since."""
         messages = [changed_settings(state.get("config"), self.block.to_dict())]
-        if self.kl is not None and state.get("kl") is not None:
-            messages.append(self.kl.load_state_dict(state["kl"]))
-        if self.lr is not None:
-            self.lr.resume(state.get("lr"))
-        if self.routing is not None and state.get("routing") is not None:
-            self.routing.load_state_dict(state["routing"])
+        messages += [
+            part.load_state_dict(state[name]) for name, part in self.parts.items() if state.get(name) is not None
+        ]
         if self.checked is not None and state.get("weight_version") is not None:
             messages.append(self.checked.load_state_dict(state))
         for message in filter(None, messages):
             self.warn("settings_changed", message)
 
+    # Around each optimizer step.
 
-class ResumeCallback(TrainerCallback):
-    """Takes over a checkpoint's state when TRL has its own, and before other callbacks begin."""
+    def before_step(self) -> None:
+        """Keep a sample of the weights, where the engine's dtype is coarser."""
+        if self.grid is not None:
+            self.grid.before(self.held())
+
+    def after_step(self, optimizer: Any) -> None:
+        """Count what the step has changed in an engine of a coarser dtype."""
+        if self.grid is None:
+            return
+        rate = max(group["lr"] for group in optimizer.param_groups)
+        message = self.grid.after(self.held(), rate)
+        if message is not None and self.trainer.accelerator.is_main_process:
+            self.warn(COARSE_ENGINE, message)
+
+
+class RunCallback(TrainerCallback):
+    """Calls a run where transformers has loaded a checkpoint, and around each optimizer step."""
 
     def __init__(self, run: TrainerRun) -> None:
         self._run = run
@@ -773,23 +778,13 @@ class ResumeCallback(TrainerCallback):
         """Load what the run is resumed from."""
         self._run.resume()
 
-
-class GridCallback(TrainerCallback):
-    """Lets a run count what each optimizer step changes in an engine of a coarser dtype."""
-
-    def __init__(self, run: TrainerRun, grid: GridWatch) -> None:
-        self._run, self._grid = run, grid
-
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Keep a sample of the weights."""
-        self._grid.before(self._run.held())
+        """Look at what is about to be stepped."""
+        self._run.before_step()
 
     def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """Compare them with what the step made of them."""
-        rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
-        message = self._grid.after(self._run.held(), rate)
-        if message is not None and self._run.trainer.accelerator.is_main_process:
-            self._run.warn(COARSE_ENGINE, message)
+        """Look at what was stepped."""
+        self._run.after_step(kwargs["optimizer"])
 
 
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -21,13 +21,6 @@ BASELINE = "mismatch_kl_baseline"
 """Key of TRL's inputs under which the leave-one-out baseline of each token travels."""
 
 
-def prompt_groups(inputs: Mapping[str, Any]) -> Tensor:
-    """Return an integer for each row `[B]`, the same for rows with the same prompt."""
-    prompts = torch.where(inputs["prompt_mask"].bool(), inputs["prompt_ids"], -1)
-    found: Tensor = torch.unique(prompts, dim=0, return_inverse=True)[1]
-    return found
-
-
 def batch_baseline(
     term: KlTerm,
     output: Mapping[str, Any],

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import mask_of_loss, prove_weights, token_weights
+from mismatch_ext.adapters.trl.aggregation import mask_of_loss, token_weights
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.rows import rows_of_batch
 from torch import Tensor
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
@@ -61,8 +59,7 @@ class Objective:
     def __init__(self, run: TrlRun) -> None:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
-        self.losses = 0  # that came through `loss`
-        self._proven_modes: set[bool] = set()  # of training and of evaluation, whose weights were proven
+        self.losses = 0  # that came through `loss` since the last step
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -77,7 +74,7 @@ class Objective:
 
     def begin_anew(self) -> None:
         """Forget an earlier training."""
-        self._kl_step = None
+        self._kl_step, self.losses = None, 0
 
     def penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return the KL penalty of each fresh completion, from TRL's passes over its tokens."""
@@ -90,14 +87,14 @@ class Objective:
         def is_of(scored: Scored) -> bool:
             return scored.is_of_rows(prompts, completion_ids)
 
-        reference = batch.of_reference(is_of)
+        reference = batch.first_pass(is_of, reference=True)
         if reference is None:
             raise ConfigError(
                 f"mismatch.kl.reward_path='rewards' with {type(trainer).__name__}: no pass of the reference is of the prompts "
                 "and completions that are rewarded; something changes them after they are generated. Use "
                 "reward_path='surrogate'."
             )
-        policy = batch.of_policy(trainer.model, is_of)
+        policy = batch.first_pass(lambda scored: scored.model is trainer.model and is_of(scored))
         if policy is None:
             with torch.no_grad(), forked_rng(reference.tokens.device):
                 old = trainer._get_per_token_logps_and_entropies(
@@ -119,7 +116,7 @@ class Objective:
         penalties: list[float] = terms.reward.sum(-1).masked_fill(~finite, torch.nan).tolist()
         return penalties
 
-    def follow_batch(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:
+    def give_baseline(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:
         """Give the rows of a batch their baseline, and its KL to the controller."""
         term, run = self.run.kl, self.run
         if term is None or not term.coef:
@@ -154,9 +151,14 @@ class Objective:
         if reinforces:
             self._expect_trls_advantages(host)
             given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-        # TRL's own term is off while the block's stands in its place.
-        with overridden(self.trainer, beta=self.trainer.beta if kl is None else 0.0):
+        beta = self.trainer.beta
+        if kl is not None:
+            self.trainer.beta = 0.0  # TRL's own term is off while the block's stands in its place
+        try:
             loss = self._weighed(host, model, given, *args, **kwargs)
+        finally:
+            if kl is not None and self.trainer.beta == 0.0:  # otherwise a user's loss has set another
+                self.trainer.beta = beta
         if kl is not None and not kl.config.in_loss and not reinforces:
             self._log_kl_of_rewards(kl, model, inputs)
             return loss
@@ -177,7 +179,7 @@ class Objective:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
         # Masked tokens have weight 0, and their term is finite.
-        return loss + (self.weigh_tokens(model, inputs) * term).sum()
+        return loss + (token_weights(self.trainer, inputs) * term).sum()
 
     def _expect_trls_advantages(self, host: Loss) -> None:
         if _is_users(host):
@@ -187,16 +189,6 @@ class Objective:
                 f"mismatch.correction.loss={loss!r} with {type(self.trainer).__name__}, whose _compute_loss runs inside of "
                 "ours and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
-
-    def weigh_tokens(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
-        weights = token_weights(self.trainer, inputs)
-        # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.
-        mode = self.trainer.model.training
-        if mode not in self._proven_modes and bool(weights.any()):
-            prove_weights(weights, self.trainer, model, inputs)
-            self._proven_modes.add(mode)
-        return weights
 
     def _good_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
         return mask_of_loss(inputs).masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
@@ -262,12 +254,14 @@ class Objective:
 
     # That the loss which is stepped is this one.
 
-    def refuse(self) -> None:
-        """Raise if there are sections that a loss which did not come through `loss` would leave out."""
-        if self.sections:
-            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
-        if self.run.scoring.sections:
-            raise self.run.scoring.refusal()
+    def expect_losses(self) -> None:
+        """Refuse an optimizer step if the loss of a micro-batch did not come through `loss`: a subclass may make its own."""
+        losses, self.losses = self.losses, 0
+        if losses < self.trainer.current_gradient_accumulation_steps:
+            if self.sections:
+                raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
+            if self.run.scoring.sections:
+                raise self.run.scoring.refusal()
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
@@ -282,16 +276,3 @@ class Objective:
 def _is_users(host: Loss) -> bool:
     """Tell whether a loss is a user's, between TRL's and ours."""
     return getattr(host, "__func__", host) is not GRPOTrainer._compute_loss
-
-
-class LossCallback(TrainerCallback):
-    """Refuses an optimizer step if a micro-batch's loss did not come through `Objective.loss`: a subclass may make its own."""
-
-    def __init__(self, objective: Objective) -> None:
-        self._objective, self._stepped = objective, 0
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Refuse the step, or begin anew for the next one."""
-        losses, self._stepped = self._objective.losses - self._stepped, self._objective.losses
-        if losses < self._objective.trainer.current_gradient_accumulation_steps:
-            self._objective.refuse()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.trl.replay import Scores
-from mismatch_ext.adapters.trl.rows import RowTable, prompts_of
+from mismatch_ext.adapters.trl.rows import RowTable, prompts_of, row_key, row_keys
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
@@ -55,11 +55,8 @@ class Scored:
 
     def is_of_rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> bool:
         """Tell whether these are the tokens that were scored, whatever the padding."""
-        if len(self.tokens) != len(completions) or any(len(ids) > self.length for ids in completions):
-            return False
-        ends = self.tokens[:, self.tokens.size(1) - self.length :].tolist()
-        same = all(end[: len(ids)] == list(ids) for end, ids in zip(ends, completions, strict=True))
-        return same and prompts_of(self.tokens, self.attention_mask, self.length) == [list(ids) for ids in prompts]
+        keys = row_keys(self.tokens, self.attention_mask, self.length)
+        return keys == [row_key(*row) for row in zip(prompts, completions, strict=True)]
 
 
 @dataclass
@@ -127,10 +124,6 @@ class RolloutPass:
             raise RecordError(bad.faults[0].message)
         return found
 
-    def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
-        """Return the first pass of the policy over some tokens, or None."""
-        return next((one for one in self.scored if one.model is model and not one.reference and is_of(one)), None)
-
-    def of_reference(self, is_of: Callable[[Scored], bool]) -> Scored | None:
-        """Return the first pass of the reference over some tokens, or None."""
-        return next((one for one in self.scored if one.reference and is_of(one)), None)
+    def first_pass(self, is_of: Callable[[Scored], bool], *, reference: bool = False) -> Scored | None:
+        """Return the first pass of the policy, or of the reference, over some tokens; None if there was none."""
+        return next((one for one in self.scored if one.reference == reference and is_of(one)), None)

@@ -33,6 +33,10 @@ class ScoreReplay(RouteReplay):
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
         super().__init__(config, backend, model, seed=seed)
 
+    def begin_anew(self) -> None:
+        """Draw as from the beginning, because a training begins."""
+        self.draws.begin_anew()
+
     @contextmanager
     def over_rows(
         self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str

@@ -1,7 +1,7 @@
 """GRPO's and RLOO's side of a config that acts, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
 
 Order of a rollout: `make_batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `score_rows`
-(old policy under its routes), `scored` (rows, faults, gap, correction, rate, baseline), `loss`, then `logged`.
+(old policy under its routes), `steps`, `loss`, then `logged`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
     CorrectionTerm,
-    baseline_shift,
     clips_engine_ratio,
-    coarse_engine,
     native_options,
     phantom,
 )
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback, TrainerRun
+from mismatch_ext.adapters.trl.host import FIXES, Gap, RunCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base, check_head, check_tied
-from mismatch_ext.adapters.trl.objective import LossCallback, Objective
+from mismatch_ext.adapters.trl.objective import Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_device, check_reference
@@ -63,7 +61,7 @@ from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch, digest_of
-from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
+from mismatch_ext.precision.audit import HEAD_UNREAD, audit
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
@@ -189,12 +187,10 @@ class TrlRun(TrainerRun):
         trainer = self.trainer
         self.held_scale = HeldScale(trainer.accelerator)
         self.temperature = trainer.temperature
-        trainer.add_callback(ResumeCallback(self))
+        trainer.add_callback(RunCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
             trainer.add_callback(self.lr)
-        if self.objective.sections or self.scoring.sections:
-            trainer.add_callback(LossCallback(self.objective))
         if self.block.kl is not None and self.block.kl.in_rewards:
             self._reward_kl()
         if self.block.kl is not None or self.block.correction is not None or isinstance(trainer, RLOOTrainer):
@@ -218,7 +214,7 @@ class TrlRun(TrainerRun):
         trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
     def _warn_of_settings(self) -> None:
-        trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
+        loss_type = getattr(self.trainer, "loss_type", "")
         if self.readiness is not None:
             self.warn(READINESS, self.readiness)
         if self.audit_report is not None and HEAD_UNREAD in self.audit_report.unread:
@@ -229,12 +225,6 @@ class TrlRun(TrainerRun):
             )
         if self.reads_more is not None:
             self.warn("trl_loss", self.reads_more)
-        settings = None if self.correction is None else self.correction.settings
-        if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
-            engine: EngineReading = self.readings["engine"]
-            coarse = coarse_engine(self.compute_dtype, engine.model_dtype, engine.quantization)
-            if coarse is not None:
-                self.warn("phantom_clip", coarse)
         if loss_type in ("grpo", "sapo"):
             ragged = ragged_bias(self.block.kl, f"loss_type={loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
             if ragged is not None:
@@ -286,7 +276,7 @@ class TrlRun(TrainerRun):
             if trainer.use_vllm:
                 with together(self.ranks):
                     self.follow_sampling()
-            return self.scored(batch, host(inputs, *args, **kwargs))
+            return self.steps(batch, host(inputs, *args, **kwargs))
 
     def score_rows(self, host: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """Score tokens as TRL does, under the routes and over the masks that are known of them."""
@@ -294,8 +284,8 @@ class TrlRun(TrainerRun):
 
     def loss(self, host: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a micro-batch as TRL does, with the block's terms."""
-        with self.scoring.of_loss(inputs) as known:
-            return self.centering.added(self.objective.loss, host, model, known, *args, **kwargs)
+        with self.scoring.of_loss(inputs):
+            return self.centering.added(self.objective.loss, host, model, inputs, *args, **kwargs)
 
     def learning_rate(self, host: Callable[..., float], *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
@@ -316,17 +306,22 @@ class TrlRun(TrainerRun):
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
-    def scored(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
-        """Take a batch that TRL has generated and scored through the steps to its loss."""
+    def steps(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
+        """Take a batch that TRL has generated and scored through eight steps to its loss.
+
+        They are rows, proofs, gap, correction, rate, baseline, evidence and note.
+        """
         self.scoring.passes = None  # what follows are passes of our own
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
         records = self._find_rows(batch, output, bad, held)
-        old = self._judge_rows(output, records, bad, held)
-        gap = self._measure(output, old, records, bad, held)
-        self._correct(output, gap)
+        old = self._prove_rows(output, records, bad, held)
+        gap = self._measure_gap(output, old, records, bad, held)
+        figures = self._correct(output, gap)
         self._lead_rate(gap, records, bad)
-        self.objective.follow_batch(output, mask_of(output, bad), batch, gap)
+        self.objective.give_baseline(output, mask_of(output, bad), batch, gap)
+        self.log.count_bad_rows(self.split, bad, held)
+        self._note_batch(output, gap, figures)
         return output
 
     def _find_rows(
@@ -337,12 +332,9 @@ class TrlRun(TrainerRun):
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
             self.centering.keep(batch.table, batch.records)
             self.scoring.settle(output, bad, lambda: self.score_again(output))
-        if self.scoring.masking is not None:
-            supports = self.scoring.supports_of(output)
-            self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
         return records
 
-    def _judge_rows(
+    def _prove_rows(
         self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch
     ) -> Tensor | None:
         """Return the old log-probabilities `[B, T]`, and let nothing be trained on that is made of rows with faulty numbers.
@@ -357,11 +349,11 @@ class TrlRun(TrainerRun):
         with together(self.ranks, flags=1) as told:
             # First, because ranks that share a model take this pass together.
             old = output.get(OLD) if records is None else self.old_logprobs(output)
-            if records is not None and ROLLOUT not in output:
-                output[ROLLOUT] = self.recorded_logprobs(records, mask)
-            held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
             if records is not None:
+                if ROLLOUT not in output:
+                    output[ROLLOUT] = self.recorded_logprobs(records, mask)
                 bad.add_non_finite("rollout_logprobs", output[ROLLOUT], mask)
+            held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
             told.here[0] = self._judge_own_passes(output, old, mask, bad)
         if self.split == "train":
             self._own_pass_fails, self._batch_fails = told.anywhere[0], False
@@ -370,26 +362,22 @@ class TrlRun(TrainerRun):
         self.scoring.judge(output, bad)
         if len(bad):
             take_out(output, bad.flags(output["completion_ids"].device))
-        self.log.count_bad_rows(self.split, bad, held)
         return old
 
     def _judge_own_passes(self, output: Mapping[str, Any], old: Tensor | None, mask: Tensor, bad: BadRows) -> bool:
         """Call rows bad that policy or reference have not scored with finite numbers; tell whether a row is of the policy's."""
-        fails = False
-        if old is not None:
-            bad.add_non_finite("old_logprobs", old, mask)
-            fails = has_non_finite(old, mask)
+        scored = [] if old is None else [(old, mask)]
         sums = output.get("old_logps")  # RLOO's `[B]`, which a class of a user's may have scored
         if sums is not None:
-            of_rows = mask.any(1, keepdim=True)
-            bad.add_non_finite("old_logprobs", sums[:, None], of_rows)
-            fails = fails or has_non_finite(sums[:, None], of_rows)
+            scored.append((sums[:, None], mask.any(1, keepdim=True)))
+        for values, of_rows in scored:
+            bad.add_non_finite("old_logprobs", values, of_rows)
         reference = output.get("ref_per_token_logps")
         if reference is not None:
             bad.add_non_finite("old_logprobs", reference, mask, "reference")
-        return fails
+        return any(has_non_finite(values, of_rows) for values, of_rows in scored)
 
-    def _measure(
+    def _measure_gap(
         self,
         output: dict[str, Any],
         old: Tensor | None,
@@ -400,34 +388,40 @@ class TrlRun(TrainerRun):
         """Measure the gap of the rows that are not bad, of some batches under the model's own routes too."""
         if old is None or records is None:
             return None
+        native = None
+        if self.routing is not None and self.routing.draws.native_gap():
+            with overridden(self.scoring, routing=None):
+                native = self.score_again(output)
         with together(self.ranks):
             gap = self.measure_gap(output, old, output[ROLLOUT], records, bad, held)
             old, rollout, sampled = gap
             self.log.sums.add_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
-        if self.routing is not None and self.routing.draws.native_gap():
-            with overridden(self.scoring, routing=None):
-                native = self.score_again(output)
-            with together(self.ranks):
+            if native is not None:
                 native = torch.where(sampled, native, 0.0)
                 self.log.sums.add_gap(self.split, old=native, rollout=rollout, mask=sampled, native=True)
         return gap
 
-    def _correct(self, output: dict[str, Any], gap: Gap | None) -> None:
-        """Weigh a batch, and note what TRL's clip will stop; KL and gap have read `OLD` before, which `bypass` replaces."""
-        if gap is None:
-            return
-        trainer, (old, _, sampled) = self.trainer, gap
-        settings = None
-        if self.correction is not None:
-            settings = self.correction.settings
-            figures = self.correction.apply(output, old, sampled)
-            if (shift := baseline_shift(output, sampled, self.ranks)) is not None:
-                figures = figures | {"rejected_adv_shift": shift}
-            self.note(**figures)
-        self.note_weights(output, sampled)
-        if trainer.model.training and isinstance(trainer, GRPOTrainer):
-            clips = clips_engine_ratio(settings, trainer.loss_type)
-            self.note(**phantom(trainer, output, gap, clips, self.ranks))
+    def _correct(self, output: dict[str, Any], gap: Gap | None) -> dict[str, float]:
+        """Weigh a batch, and return the correction's metrics; KL and gap have read `OLD` before, which `bypass` replaces."""
+        if gap is None or self.correction is None:
+            return {}
+        old, _, sampled = gap
+        return self.correction.apply(output, old, sampled)
+
+    def _note_batch(self, output: dict[str, Any], gap: Gap | None, figures: dict[str, float]) -> None:
+        """Log what was found of a batch: sizes of its masks, its correction, its weights, and what TRL's clip will stop."""
+        trainer = self.trainer
+        if self.scoring.masking is not None:
+            supports = self.scoring.supports_of(output)
+            size = mean_size(supports, self.ranks, output["completion_ids"].device)
+            figures = figures | {"sampling_mask_size": size}
+        if gap is not None:
+            self.note_weights(output, gap[2])
+            if trainer.model.training and isinstance(trainer, GRPOTrainer):
+                settings = None if self.correction is None else self.correction.settings
+                clips = clips_engine_ratio(settings, trainer.loss_type)
+                figures = figures | phantom(trainer, output, gap, clips, self.ranks)
+        self.note(**figures)
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
@@ -437,7 +431,7 @@ class TrlRun(TrainerRun):
         batch = self.rollouts
         if batch is not None and batch.scored:
             rows = rows_of_batch(output)
-            own = batch.of_policy(self.trainer.model, lambda scored: scored.is_of(*rows))
+            own = batch.first_pass(lambda scored: scored.model is self.trainer.model and scored.is_of(*rows))
             if own is not None:
                 return own.scores[0]  # the host's, which returns their sums only
         return self.score_again(output) if batch is None or batch.policy is None else batch.policy
@@ -538,8 +532,12 @@ class TrlRun(TrainerRun):
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
-        self.objective.begin_anew()
-        self.centering.begin_anew()
-        if self.correction is not None:
-            self.correction.begin_anew()
+        for part in (self.objective, self.centering, self.correction):
+            if part is not None:
+                part.begin_anew()
         self._failing = 0
+
+    def before_step(self) -> None:
+        """Refuse a step whose losses did not come through ours."""
+        self.objective.expect_losses()
+        super().before_step()

@@ -12,9 +12,6 @@ from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.stamps import Stamps, is_fresh
 from torch import Tensor
 
-from mismatch_ext.errors import EngineError
-from mismatch_ext.versions import PEERS, installed
-
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient as _Base
 else:
@@ -28,25 +25,6 @@ SILENCE = 240.0
 
 Check = Callable[[RemoteEngine, str], None]
 """Refuses a server, that is up and that nothing was sent to, for a trainer on a type of device."""
-
-
-PASSED_ON = ("json", "params", "data", "files", "headers", "timeout")
-"""Arguments of requests' `get` and `post` that mean the same in our requests."""
-
-
-def passed_on(method: str, path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what TRL gives a request beside its address; raises EngineError for what our requests cannot do."""
-    unknown = sorted(options.keys() - set(PASSED_ON))
-    seconds = options.get("timeout")
-    if seconds is not None and not isinstance(seconds, int | float):
-        unknown.append(f"timeout={seconds!r}")
-    if unknown:
-        raise EngineError(
-            f"trl {installed('trl')} calls VLLMClient.{method} for {path} with {', '.join(unknown)}; allowed: "
-            f"{', '.join(PASSED_ON)}, with one number of seconds as timeout. Install a version that was run (pip install "
-            f"trl=={PEERS['trl'].nearest(installed('trl'))})."
-        )
-    return options
 
 
 class CheckedClient(_Base):
@@ -69,14 +47,13 @@ class CheckedClient(_Base):
 
     def _get(self, url: str, **kwargs: Any) -> Any:
         path = url.removeprefix(self.base_url)
-        return self.http.json("GET", path, **passed_on("_get", path, kwargs))
+        return self.http.json("GET", path, **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> Any:
         path = url.removeprefix(self.base_url)
-        options = passed_on("_post", path, kwargs)
         if path not in GENERATING:
-            return self.http.json("POST", path, **options)
-        answer = self.http.generate(path, **options)
+            return self.http.json("POST", path, **kwargs)
+        answer = self.http.generate(path, **kwargs)
         if self.choices is not None and path == COMPLETIONS:
             self.choices += answer["choices"]
         return answer

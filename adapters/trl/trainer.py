@@ -10,10 +10,9 @@ from mismatch_ext.adapters.trl.attach import Attached
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
-from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
+from mismatch_ext.adapters.trl.refusals import STITCHING, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
-from torch import Tensor
 from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -25,6 +24,23 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
+
+OVERRIDES = {
+    # One rollout, in its order.
+    "_generate_and_score_completions": "make_batch",
+    "_generate": "generated",
+    "_get_per_token_logps_and_entropies": "score_rows",
+    "_calculate_rewards": "rewarded",
+    "_compute_loss": "loss",
+    "_get_grad_norm": "grad_norm",
+    "_get_learning_rate": "learning_rate",
+    # Trainings, logs, evaluations and checkpoints.
+    "train": "train",
+    "log": "logged",
+    "evaluate": "evaluate",
+    "_save_checkpoint": "save",
+}
+"""TRL's methods, and those of `run.TrlRun` that call them."""
 
 
 class MismatchTrainerMixin(_Host):
@@ -54,7 +70,7 @@ class MismatchTrainerMixin(_Host):
                 )
             super().__init__(model, *args, **kwargs)
             return
-        refuse(TRAINERS, type(self), block)
+        refuse("class", type(self), block)
         if not block.acts:
             with applied(*_uncompiled(config)) as patches:
                 super().__init__(model, *args, **kwargs)
@@ -77,62 +93,23 @@ class MismatchTrainerMixin(_Host):
         if self._acting is not None:
             self._acting.accelerator_created()
 
-    # One rollout, in its order.
 
-    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._acting, "make_batch", super()._generate_and_score_completions, inputs, *args, **kwargs)
+def _through(name: str, step: str) -> Any:
+    """Return a method that calls TRL's of this name through a step of the run, which takes it first; alone if no config acts."""
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._acting, "generated", super()._generate, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        host = getattr(super(MismatchTrainerMixin, self), name)
+        if self._acting is None:
+            return host(*args, **kwargs)
+        return getattr(self._acting, step)(host, *args, **kwargs)
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._acting, "score_rows", super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
-
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        given = (inputs, prompts, completions, completion_ids_list, *args)
-        rewards: Tensor = _through(self._acting, "rewarded", super()._calculate_rewards, *given, **kwargs)
-        return rewards
-
-    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._acting, "loss", super()._compute_loss, model, inputs, *args, **kwargs)
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._acting, "grad_norm", super()._get_grad_norm, *args, **kwargs)
-
-    def _get_learning_rate(self, *args: Any, **kwargs: Any) -> float:
-        """Return the rate that the last step applied."""
-        rate: float = _through(self._acting, "learning_rate", super()._get_learning_rate, *args, **kwargs)
-        return rate
-
-    # Trainings, logs, evaluations and checkpoints.
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; the metrics file says how it ended."""
-        return _through(self._acting, "train", super().train, resume_from_checkpoint, *args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        _through(self._acting, "logged", super().log, logs, *args, **kwargs)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> Any:
-        """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        return _through(
-            self._acting, "evaluate", super().evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        _through(self._acting, "save", super()._save_checkpoint, model, trial, *args, **kwargs)
+    method.__name__ = name
+    return method
 
 
-def _through(acting: TrlRun | None, method: str, host: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call TRL's method through the run's, which takes it first; without a config that acts, call it alone."""
-    if acting is None:
-        return host(*args, **kwargs)
-    return getattr(acting, method)(host, *args, **kwargs)
+# The arguments of TRL's methods are passed on as they come, so that a later release may add some.
+for _name, _step in OVERRIDES.items():
+    setattr(MismatchTrainerMixin, _name, _through(_name, _step))
 
 
 def _uncompiled(config: Any) -> list[Patch]:

@@ -9,31 +9,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.seams import Claim, Seam, exists
+from mismatch_ext.seams import read_seams
 
 SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 
 
-def _claim(name: str) -> Claim:
-    """Read "module:Attribute.path(first, parameters)"."""
-    target, _, params = name.rstrip(")").partition("(")
-    return exists(target, *filter(None, params.split(", ")))
-
-
-def _hook(entry: dict[str, Any]) -> Seam:
-    return Seam(
-        name=entry["name"],
-        features=tuple(entry.get("features", ["monitor"])),
-        what=entry["what"],
-        claims=tuple(map(_claim, entry["names"])),
-        checked=entry["checked"],
-        upstream=SOURCE + entry["file"],
-        where=tuple(entry["where"]),
-    )
-
-
 _LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-SEAMS = tuple(map(_hook, _LIST["hook"]))
+SEAMS = read_seams(_LIST["hook"], {"verl": SOURCE})
 IMPORTS: dict[str, list[str]] = _LIST["imports"]
 """Names that are imported of peers, by module."""
 

@@ -14,7 +14,7 @@ from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.head import compute_logits, plain_head
-from mismatch_ext.adapters.vllm.probes import of_no_cache, prefill_params
+from mismatch_ext.adapters.vllm.probes import prefill_params
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.adapters.vllm.weights import update_weights
@@ -50,7 +50,6 @@ class VllmEngine:
 
     Attributes:
         reading: What the engine runs with, read back from it.
-        cached_prompts: Number of prompts that were last sampled with tokens from the prefix cache.
 
     Raises:
         ConfigError: vLLM refuses an argument; the message quotes vLLM's.
@@ -85,7 +84,6 @@ class VllmEngine:
         if current_platform.is_cpu() and not asked.keys() & SIZES_OF_MEMORY:
             asked |= memory_for(model, asked, lengths)
         self._shape = shape
-        self.cached_prompts = 0
         try:
             with applied(*(cpu_routes_patches() if shape is not None and current_platform.is_cpu() else [])):
                 self._llm = LLM(model, **asked)
@@ -106,11 +104,7 @@ class VllmEngine:
             raise
 
     def sample(self, asked: ToSample) -> Sample:
-        """Sample responses as the run does; raises as `sample_afresh`."""
-        return self._sampled(asked, afresh=False)
-
-    def sample_afresh(self, asked: ToSample) -> Sample:
-        """Sample responses as the run does, but take nothing from the prefix cache.
+        """Sample responses as the run does.
 
         Args:
             asked: What to sample; its `sampling` holds arguments of `vllm.SamplingParams`.
@@ -119,9 +113,6 @@ class VllmEngine:
             ConfigError: vLLM refuses a sampling argument or a prompt.
             RecordError: What vLLM returned is malformed.
         """
-        return self._sampled(asked, afresh=True)
-
-    def _sampled(self, asked: ToSample, *, afresh: bool) -> Sample:
         from vllm import SamplingParams
 
         sampling, prompts = asked.sampling, asked.given
@@ -130,11 +121,7 @@ class VllmEngine:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"--sampling: vLLM refuses {dict(sampling)}: {' '.join(str(error).split())}") from error
         requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in prompts]
-        if afresh:
-            requests = of_no_cache(prompts)
         outputs = self._generated(requests, seeded(params, len(requests)))
-        if not afresh:
-            self.cached_prompts = sum((output.num_cached_tokens or 0) > 0 for output in outputs)
         records = to_records(
             outputs,
             prompt_ids=prompts,

@@ -46,6 +46,7 @@ class Case:
 
     turns: tuple[Turn, ...]
     later: Turn
+    requests: tuple[Request, Request]  # of the last turn so far, and of the later one
     chat: Chat
     parts: Parts
 
@@ -76,15 +77,12 @@ Changes = Callable[[Case], Iterator[Attempt]]
 
 def _as_it_is(case: Case) -> Iterator[Attempt]:
     """The template as it is, in case the prompt was not rendered by it."""
-    if case.later.request is not None:
-        change = "render the prompt by this chat template, with the settings given here"
-        yield Attempt(change=change, later=case.rendered(case.later.request))
+    change = "render the prompt by this chat template, with the settings given here"
+    yield Attempt(change=change, later=case.rendered(case.requests[1]))
 
 
 def _settings(case: Case) -> Iterator[Attempt]:
-    request = case.later.request
-    if request is None:
-        return
+    _, request = case.requests
     for name, value in SETTINGS:
         if name in case.chat.template and request.settings.get(name) != value:
             changed = replace(request, settings={**request.settings, name: value})
@@ -93,9 +91,7 @@ def _settings(case: Case) -> Iterator[Attempt]:
 
 def _sampled_content(case: Case) -> Iterator[Attempt]:
     """Earlier answers as they were sampled, in place of what a client made of them."""
-    request = case.later.request
-    if request is None:
-        return
+    _, request = case.requests
     whole = _with_sampled(request, case)
     if whole.messages != request.messages:
         change = "send each earlier answer as the content that was sampled, thinking and calls included"
@@ -125,9 +121,7 @@ def _text_of(message: Message) -> str | None:
 
 
 def _lines(case: Case) -> Iterator[Attempt]:
-    request = case.later.request
-    if request is None:
-        return
+    _, request = case.requests
     requests = {"": request}
     sampled = _with_sampled(request, case)
     if sampled.messages != request.messages:
@@ -145,9 +139,7 @@ def _lines(case: Case) -> Iterator[Attempt]:
 
 
 def _generation_prompt(case: Case) -> Iterator[Attempt]:
-    request = case.earlier.request
-    if request is None:
-        return
+    request, _ = case.requests
     settings = {name: value for name, value in request.settings.items() if name != "add_generation_prompt"}
     prompt = case.rendered(replace(request, settings=settings))
     if prompt is not None:
@@ -160,8 +152,8 @@ def _generation_prompt(case: Case) -> Iterator[Attempt]:
 
 def _thinking_prompt(case: Case) -> Iterator[Attempt]:
     """The setting under which the generation prompt begins no answer."""
-    request, later = case.earlier.request, case.later.request
-    if request is None or later is None or "enable_thinking" not in case.chat.template:
+    request, later = case.requests
+    if "enable_thinking" not in case.chat.template:
         return
     settings = {**request.settings, "enable_thinking": True}
     prompt = case.rendered(replace(request, settings=settings))
@@ -173,9 +165,7 @@ def _thinking_prompt(case: Case) -> Iterator[Attempt]:
 
 def _same_system(case: Case) -> Iterator[Attempt]:
     """The first message, and the tools, of the earlier turn."""
-    earlier, later = case.earlier.request, case.later.request
-    if earlier is None or later is None:
-        return
+    earlier, later = case.requests
     yield from _same_tools(case)
     first = [message for message in earlier.messages[:1] if message.get("role") == "system"]
     rest = [message for place, message in enumerate(later.messages) if place or message.get("role") != "system"]
@@ -190,17 +180,15 @@ def _same_system(case: Case) -> Iterator[Attempt]:
 
 
 def _same_tools(case: Case) -> Iterator[Attempt]:
-    earlier, later = case.earlier.request, case.later.request
-    if earlier is not None and later is not None and earlier.tools != later.tools:
+    earlier, later = case.requests
+    if earlier.tools != later.tools:
         change = "give every turn the same tools in the same order"
         yield Attempt(change=change, later=case.rendered(replace(later, tools=earlier.tools)))
 
 
 def _same_history(case: Case) -> Iterator[Attempt]:
     """The messages of the earlier turn and its answer, then the new ones."""
-    earlier, later = case.earlier.request, case.later.request
-    if earlier is None or later is None:
-        return
+    earlier, later = case.requests
     text = case.earlier.response_text.removesuffix(case.parts.end)
     answer: Mapping[str, object] = {"role": "assistant", "content": text}
     # The new messages are those behind the last answer.
@@ -211,9 +199,7 @@ def _same_history(case: Case) -> Iterator[Attempt]:
 
 
 def _content_without_end(case: Case) -> Iterator[Attempt]:
-    request, end = case.later.request, case.parts.end
-    if request is None:
-        return
+    request, end = case.requests[1], case.parts.end
     messages = tuple(_without_end(message, end) for message in request.messages)
     changed = replace(request, messages=messages)
     yield Attempt(change=f"cut {end} off the content of messages", later=case.rendered(changed))
@@ -247,9 +233,11 @@ def try_fixes(
     causes: Sequence[str], turns: tuple[Turn, ...], later: Turn, chat: Chat, parts: Parts
 ) -> tuple[Fix | None, tuple[str, ...]]:
     """Return the first change with which a turn extends the last of `turns`, and the changes that did not help."""
-    case = Case(turns=turns, later=later, chat=chat, parts=parts)
     if list(causes) == ["retokenized"]:
-        return _keep_ids(case)
+        return _keep_ids(turns[-1], later, chat)
+    if turns[-1].request is None or later.request is None:
+        return None, ()
+    case = Case(turns=turns, later=later, requests=(turns[-1].request, later.request), chat=chat, parts=parts)
     failed: list[str] = []
     for cause in dict.fromkeys(causes):
         for changes in FIXES.get(cause, ()):
@@ -280,11 +268,10 @@ def _judged(attempt: Attempt, case: Case) -> Fix | None:
     return Fix(change=attempt.change, level="ids" if by_ids else "text_alone")
 
 
-def _keep_ids(case: Case) -> tuple[Fix | None, tuple[str, ...]]:
+def _keep_ids(earlier: Turn, later: Turn, chat: Chat) -> tuple[Fix | None, tuple[str, ...]]:
     """Try to append only the new text to the ids of the earlier turn."""
-    earlier, later = case.earlier, case.later
     change = "send the token ids of the turn before, and append those of the new text alone"
-    new = case.chat.encode(later.prompt_text[len(earlier.text) :])
-    if case.chat.decode([*earlier.ids, *new]) == later.prompt_text:
+    new = chat.encode(later.prompt_text[len(earlier.text) :])
+    if chat.decode([*earlier.ids, *new]) == later.prompt_text:
         return Fix(change=change, level="ids"), ()
     return None, (change,)

@@ -39,7 +39,6 @@ from mismatch_ext.doctor.named import (
     NamedCause,
     name_attention,
     name_by_tokens,
-    name_cache,
     name_decode,
     name_fit,
     name_head,
@@ -245,8 +244,7 @@ def _named(evidence: Evidence) -> list[NamedCause]:
     if plain and flips is not None and flips[0] > max(FLIPS * flips[1], FEW_FLIPS):
         named.append(name_router(flips, evidence.scores.most_flips, evidence.parts.get(ROUTES)))
     if evidence.apart is not None:
-        name = name_cache if evidence.apart.has_stale_cache(evidence.noise) else name_decode
-        named.insert(0, name(evidence.apart, evidence.parts.get(DECODED)))
+        named.insert(0, name_decode(evidence.apart, evidence.parts.get(DECODED)))
     if late := judge_start(evidence.sample):
         tokens = "token" if late == 1 else "tokens"
         sentence = f"the mask starts {late} {tokens} late in every response: it leaves out what the engine sampled"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mismatch_ext.doctor.causes import Cause
@@ -31,11 +30,10 @@ from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, score_toke
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import TokensTest, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
-from mismatch_ext.gap import k3
 from mismatch_ext.weights import OUTPUT_HEAD
 
-# With fewer tokens, intervals of shares are wider than half of the gap; k3, which few tokens carry, needs more tokens.
-LEAST_TOKENS, LEAST_TOKENS_K3 = 2_000, 30_000
+# With fewer tokens, intervals of shares are wider than half of the gap.
+LEAST_TOKENS = 2_000
 DRAWS = 400
 # A fitted temperature counts as the one that was asked for if their ratio differs from 1 by less than this.
 NEAR = 0.01
@@ -65,8 +63,7 @@ ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
 )  # fmt: skip
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
-REVERSED, ALONE = "prompts in reverse order", "one prompt at a time"
-AFRESH = "decode against prefill, past the prefix cache"
+ALONE = "one prompt at a time"
 Cancels = Literal["", "reference", "rounding"]
 
 
@@ -114,29 +111,18 @@ class Engine:
     decode: Floats
     prefill: Floats | None
     notes: tuple[str, ...] = ()
-    afresh: Floats | None = None
-    """As `decode`, of tokens that were sampled past the prefix cache; None if that was not tried."""
-    cached_prompts: int = 0
-    """Number of prompts that the engine took from its prefix cache, in part or whole."""
 
     @property
     def by_batches(self) -> float:
         """How far its scores move with the other requests of a batch, in nats per token."""
-        return max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
+        return max((rung.mean for rung in self.rungs if rung.name == ALONE), default=0.0)
 
     def decodes_apart(self, noise: Noise | None = None) -> bool:
         """Whether its decode differs from its prefill by more than other batches and, if known, rounding explain."""
-        return float(np.abs(self.decode).mean()) > self._explained(noise)
-
-    def has_stale_cache(self, noise: Noise) -> bool:
-        """Whether its decode is its prefill's as soon as it passes the prefix cache by, for one that decodes apart."""
-        return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._explained(noise)
-
-    def _explained(self, noise: Noise | None) -> float:
-        """Return what other batches and rounding explain, in nats per token."""
-        if noise is None:
-            return APART * self.by_batches
-        return max(APART * max(noise.mean, self.by_batches), noise.exact)
+        most = APART * self.by_batches
+        if noise is not None:
+            most = max(most, APART * noise.mean, noise.exact)
+        return float(np.abs(self.decode).mean()) > most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +157,22 @@ class Scores:
     engine_dtype: str = ""  # that the side computes in, for remedies; "" if unknown
     trainer_dtype: str = ""
     trainer_head: str = ""  # dtype that the trainer's head computes in; "" if it is `trainer_dtype`
+    exact: tuple[Floats, Floats] | None = None  # what `score` returns, if it is known
+
+    def score(self, sample: Sample) -> tuple[Floats, Floats]:
+        """Return the oracle's log-probabilities of a sample's tokens `[N]`, and `LogitTable.spread` `[N]`."""
+        return score_tokens(sample, self.logits, self.temperature) if self.exact is None else self.exact
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the gap: mean size in nats per token, shares of mean |Δlogp| and k3, and the 90 % interval of the former."""
+    """One part of the gap: mean size in nats per token, share of mean |Δlogp|, and that one's 90 % interval."""
 
     name: str
     mean: float
     share: float | None
     low: float | None
     high: float | None
-    share_k3: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +227,7 @@ class Later:
     @classmethod
     def of(cls, sample: Sample, scores: Scores) -> Later:
         """Compare an engine's scores with the oracle's, and rounding with the same."""
-        oracle, _ = score_tokens(sample, scores.logits, scores.temperature)
+        oracle, _ = scores.score(sample)
         engine, rounding = (np.abs(side - oracle) for side in (sample.engine, scores.own))
         return cls(place=sample.place, engine=engine, rounding=rounding, exact=FLOAT32_UNITS * scores.float32_error)
 
@@ -439,7 +429,7 @@ def plain_pass(scores: Scores) -> Floats:
 
 def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
     """Return an engine's error on tokens that it scored again at temperature 1: in units of rounding, and per token `[N]`."""
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     error = sample.engine - oracle
     return Noise.of(scores.own - oracle, spread, scores.float32_error).size(error), error
 
@@ -449,7 +439,7 @@ def distance(sample: Sample, scores: Scores) -> float:
 
     When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
     """
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     telling = spread > TELLING
     error = np.abs(sample.engine - oracle)
     return float(np.median(error[telling] / spread[telling])) if telling.any() else 0.0
@@ -491,18 +481,14 @@ def least_part(error: Floats, rest: Floats, own: Floats) -> float:
 def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
     """Return what each term `[N]` contributes to the gap d = engine - trainer, their sum, with a bootstrap over responses.
 
-    For a function f with f(0) = 0, the term p of d gets f(d) p / d of f(d); with f = |d| that is sign(d) p. The shares add up
-    to 1. They are attributions along one path, and a share can be negative.
+    The term p of d gets sign(d) p of |d|. The shares add up to 1. They are attributions along one path, and one can be negative.
     """
     gap = np.sum(list(terms.values()), axis=0)
-    curve = k3(torch.from_numpy(-gap)).numpy()
-    per_unit = np.divide(curve, gap, out=np.zeros_like(gap), where=gap != 0)
     count = int(row.max()) + 1
     draws = rng.integers(0, count, (DRAWS, count))
     totals = np.bincount(row, np.abs(gap), count)
     # Show shares only if there are enough tokens to tell the parts apart.
     shown = len(gap) >= LEAST_TOKENS and totals.sum() > 0
-    shown_k3 = len(gap) >= LEAST_TOKENS_K3 and curve.sum() > 0
     parts = []
     for name, term in terms.items():
         sums = np.bincount(row, np.sign(gap) * term, count)
@@ -514,7 +500,6 @@ def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) 
                 share=float(sums.sum() / totals.sum()) if shown else None,
                 low=float(low) if shown else None,
                 high=float(high) if shown else None,
-                share_k3=float((per_unit * term).sum() / curve.sum()) if shown_k3 else None,
             )
         )
     return parts
@@ -529,7 +514,7 @@ def without_cancelling(
         return "", parts
     two = [max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)]
     beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > noise.exact for name in two)
-    bare = [replace(part, share=None, low=None, high=None, share_k3=None) for part in parts]
+    bare = [replace(part, share=None, low=None, high=None) for part in parts]
     return "reference" if beyond else "rounding", bare
 
 

@@ -5,8 +5,8 @@ Suffixes of shapes: N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 from mismatch_ext.doctor.diagnose import FEW_FLIPS, FLIPS, STANDS_OUT, TRAINER_ROUNDING
 from mismatch_ext.doctor.evidence import Block, Scores
 from mismatch_ext.doctor.fits import ROUNDING, Noise
-from mismatch_ext.doctor.logits import score_tokens
 from mismatch_ext.doctor.named import judge_attention
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.gap import k3
@@ -31,18 +30,17 @@ SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What was measured; it passes up to its limit, or from it on if that is the least value; without a limit it always does."""
+    """What was measured; it passes up to its limit, and without a limit it always does."""
 
     name: str
     value: float
     limit: float | None = None
     by: str = "mismatch-ext"
-    least: bool = False
 
     @property
     def passes(self) -> bool:
         """Whether the figure keeps its limit; a value that is no number does not."""
-        return self.limit is None or bool(self.value >= self.limit if self.least else self.value <= self.limit)
+        return self.limit is None or bool(self.value <= self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,6 @@ class Stretch:
     mean: float
     k3: float
     largest: float
-    equal: float  # share of the tokens whose log-probabilities are equal to the last bit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,48 +82,34 @@ class Gate:
 def measured(
     sample: Sample,
     scores: Scores,
-    trainer: Floats,
     batch: Integers,
     *,
     blocks: Sequence[Block] = (),
-    equal_blocks: Mapping[str, float] | None = None,
     no_blocks: str = "the engine shows no blocks",
     sides: str = "",
     looked: Sequence[str] = (),
-    exact: bool = False,
 ) -> Gate:
     """Return the gate's figures of a sample, whose tokens `[N]` are of several batches.
 
-    `trainer` are the trainer's log-probabilities as it computes them, `equal_blocks` the share of tokens at which both sides'
-    blocks are equal to the last bit, `no_blocks` why none are given. `exact` asks for that equality, instead of the other limits.
+    `no_blocks` says why no blocks are given, and `looked` what was looked at.
     """
-    gap = sample.engine - trainer.astype(np.float64)
-    equal = sample.engine.astype(np.float32) == trainer.astype(np.float32)
-    bits = Figure(name="tokens equal to the last bit", value=float(equal.mean()))
-    largest = Figure(name="largest difference (nats)", value=float(np.abs(gap).max()))
-    if exact:
-        figures = [replace(bits, limit=1.0, least=True), replace(largest, limit=0.0)]
-        first = next(
-            (f"{name} (equal at {share:.1%})" for name, share in (equal_blocks or {}).items() if share < 1), ""
-        )
-    else:
+    gap = sample.engine - scores.trainer
+    figures = [*_sizes(gap), *_errors(sample, scores), *_routes(scores)]
+    first = f"not compared: {no_blocks}"
+    if blocks:
         out = [block for block in blocks if block.ratio >= STANDS_OUT]
-        first = f"{out[0].place} ({out[0].ratio:.1f} of rounding's)" if out else ""
-        counted = (
-            [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
-        )
-        figures = [*_sizes(gap), largest, *_errors(sample, scores), *_routes(scores), bits, *counted]
-    first_block = (first or f"none of {len(blocks)}") if blocks else f"not compared: {no_blocks}"
+        figures.append(Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0))
+        first = f"{out[0].place} ({out[0].ratio:.1f} of rounding's)" if out else f"none of {len(blocks)}"
     part = sample.place * STRETCHES // (int(sample.place.max()) + 1)
     stretches = [(part == number) for number in np.unique(part)]
     return Gate(
         sides=sides,
         figures=tuple(figures),
-        batches=tuple(_stretch(f"batch {number}", gap, equal, batch == number) for number in np.unique(batch)),
+        batches=tuple(_stretch(f"batch {number}", gap, batch == number) for number in np.unique(batch)),
         stretches=tuple(
-            _stretch(f"tokens {sample.place[at].min()} to {sample.place[at].max()}", gap, equal, at) for at in stretches
+            _stretch(f"tokens {sample.place[at].min()} to {sample.place[at].max()}", gap, at) for at in stretches
         ),
-        looked=(*looked, f"first block that differs: {first_block}", *_attention(sample, scores, figures)),
+        looked=(*looked, f"first block that differs: {first}", *_attention(sample, scores, figures)),
     )
 
 
@@ -145,12 +128,13 @@ def _sizes(gap: Floats) -> list[Figure]:
         Figure(name="mean abs difference (nats per token)", value=float(np.abs(gap).mean())),
         Figure(name="k3 (nats per token)", value=curve, limit=PRIME_RL, by="prime-rl"),
         Figure(name="mean exp(abs difference)", value=factor, limit=NEMO_RL, by="NeMo-RL"),
+        Figure(name="largest difference (nats)", value=float(np.abs(gap).max())),
     ]
 
 
 def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     """Return both sides' errors against the oracle in units of rounding; in nats where float32 explains them."""
-    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    oracle, spread = scores.score(sample)
     noise = Noise.of(scores.own - oracle, spread, scores.float32_error)
     native = oracle if scores.native is None else scores.native
     figures = []
@@ -173,7 +157,7 @@ def _routes(scores: Scores) -> list[Figure]:
     return [Figure(name="experts that differ, share of tokens and layers", value=engine, limit=limit)]
 
 
-def _stretch(name: str, gap: Floats, equal: Any, at: Any) -> Stretch:
+def _stretch(name: str, gap: Floats, at: Any) -> Stretch:
     sizes, curve = np.abs(gap[at]), k3(torch.from_numpy(-gap[at]))
     return Stretch(
         name=name,
@@ -181,7 +165,6 @@ def _stretch(name: str, gap: Floats, equal: Any, at: Any) -> Stretch:
         mean=float(sizes.mean()),
         k3=float(curve.mean()),
         largest=float(sizes.max()),
-        equal=float(equal[at].mean()),
     )
 
 
@@ -191,12 +174,12 @@ def _page(gate: Gate) -> Iterator[str]:
     for figure in gate.figures:
         limit, judged = "no limit", ""
         if figure.limit is not None:
-            limit = f"{'>=' if figure.least else '<='} {figure.limit:.3g} ({figure.by})"
+            limit = f"<= {figure.limit:.3g} ({figure.by})"
             judged = "ok" if figure.passes else "**FAILED**"
         yield f"| {figure.name} | {figure.value:.4g} | {limit} | {judged} |"
-    yield from ("", "| where | tokens | mean | k3 | largest | equal to the last bit |", "|---|---|---|---|---|---|")
+    yield from ("", "| where | tokens | mean | k3 | largest |", "|---|---|---|---|---|")
     # The page stays short: the first batches and the last one stand for many.
     batches = gate.batches if len(gate.batches) <= SHOWN else (*gate.batches[: SHOWN - 1], gate.batches[-1])
     for row in (*batches, *gate.stretches):
-        yield f"| {row.name} | {row.tokens:,} | {row.mean:.1e} | {row.k3:.1e} | {row.largest:.1e} | {row.equal:.1%} |"
+        yield f"| {row.name} | {row.tokens:,} | {row.mean:.1e} | {row.k3:.1e} | {row.largest:.1e} |"
     yield from ("", *(f"- {sentence}" for sentence in gate.looked))

@@ -183,17 +183,6 @@ def name_decode(engine: Engine, part: Part | None) -> NamedCause:
     return name_measured(DECODED, "engine", sentence, mean, part)
 
 
-def name_cache(engine: Engine, part: Part | None) -> NamedCause:
-    """Return the cause that only prompts from the prefix cache show: their keys and values are of other weights."""
-    assert engine.afresh is not None
-    mean, afresh = (float(np.abs(errors).mean()) for errors in (engine.decode, engine.afresh))
-    sentence = (
-        "the prefix cache is older than the weights: the engine's decode differs from its own prefill by "
-        f"{mean:.1e} nats per token with {engine.cached_prompts} prompts from the cache, and by {afresh:.1e} past it"
-    )
-    return name_measured("stale_cache", "engine", sentence, mean, part)
-
-
 def name_measured(key: str, family: str, sentence: str, parameter: float, part: Part | None) -> NamedCause:
     return NamedCause(
         key=key, family=family, said=sentence, parameter=parameter, status="measured",

@@ -16,15 +16,12 @@ from mismatch_ext.routing.tokens import ANY, PADDING
 from mismatch_ext.routing.trace import RoutingTrace, run_lengths
 
 
-def align(
-    traces: Sequence[RoutingTrace], attention_mask: Tensor, *, device: torch.device | str | None = None
-) -> tuple[RoutingTrace, Tensor]:
+def align(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> tuple[RoutingTrace, Tensor]:
     """Lay one trace per row along a padded batch, left- or right-padded or both, for routing replay (R3, arXiv 2510.11370).
 
     Args:
         traces: One per row.
         attention_mask: 1 for tokens that are not padding `[B, S]`; a row's tokens, in order, are its sequence.
-        device: Where the result lives; None keeps the traces' device.
 
     Returns:
         A trace of B * S rows, row after row of the batch, and a mask `[B * S]` that is True where a route was recorded. The
@@ -52,19 +49,17 @@ def align(
             "right only."
         )
     places = [row * width + first for row, first in enumerate(firsts.tolist())]
-    return _lay(traces, places, tokens.tolist(), real.numel(), device)
+    return _lay(traces, places, tokens.tolist(), real.numel())
 
 
-def align_packed(
-    traces: Sequence[RoutingTrace], lengths: Sequence[int], *, device: torch.device | str | None = None
-) -> tuple[RoutingTrace, Tensor]:
+def align_packed(traces: Sequence[RoutingTrace], lengths: Sequence[int]) -> tuple[RoutingTrace, Tensor]:
     """Lay traces along a packed row, sequence after sequence, by the number of tokens of each; otherwise as `align`."""
     if len(traces) != len(lengths) or not traces:
         raise RoutingError(
             f"{len(traces)} routing traces for {len(lengths)} packed sequences; allowed: one per sequence."
         )
     *places, positions = accumulate(lengths, initial=0)
-    return _lay(traces, places, lengths, positions, device)
+    return _lay(traces, places, lengths, positions)
 
 
 def _lay(
@@ -72,7 +67,6 @@ def _lay(
     places: Sequence[int],
     tokens: Sequence[int],
     positions: int,
-    device: torch.device | str | None,
 ) -> tuple[RoutingTrace, Tensor]:
     """Join the traces in their order, with fillers between them; places must ascend."""
     head, block = traces[0], traces[0].parts[0]
@@ -107,8 +101,8 @@ def _lay(
         versions=run_lengths(stamps),
         tokens=ids if known else None,
         starts=starts if known else None,
-    ).to(block.device if device is None else device)
-    return aligned, recorded.to(aligned.parts[0].device)
+    ).to(block.device)
+    return aligned, recorded.to(block.device)
 
 
 def _check_fit(row: int, trace: RoutingTrace, head: RoutingTrace, tokens: int) -> None:

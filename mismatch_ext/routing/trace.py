@@ -167,12 +167,12 @@ class RoutingTrace:
         """All expert ids `[rows, L, K]`, in the storage dtype."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
-    def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the expert ids of a decoder layer `[rows, K]`, int64; only here ids are widened, after the way to the device."""
+    def layer(self, layer: int) -> Tensor:
+        """Return the expert ids of a decoder layer `[rows, K]`, int64; only here ids are widened."""
         index = self.layers.index(layer)
         narrow = [part[:, index] for part in self.parts]
         ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
-        return ids.to(device=device).to(torch.int64)
+        return ids.to(torch.int64)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace on a device; parts that are already there are not copied."""
@@ -262,17 +262,6 @@ class RoutingTrace:
             tokens=whole,
             starts=None,
         )
-
-    def same_as(self, other: RoutingTrace) -> bool:
-        """Tell whether two traces have equal content, however it is divided into parts."""
-        header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
-        if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
-            return False
-        if self.tokens is not None and other.tokens is not None:
-            if not torch.equal(self.tokens, other.tokens.to(self.tokens.device)):
-                return False
-        experts = self.experts
-        return torch.equal(experts, other.experts.to(experts.device))
 
     def expect_model(self, *, layers: Sequence[int], num_experts: int, top_k: int) -> None:
         """Refuse a trace that was recorded in a model of another shape."""

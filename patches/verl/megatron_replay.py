@@ -50,7 +50,6 @@ CLOSED_TOPK = Patch(
     target="verl.utils.megatron.router_replay_patch:RouterReplay.get_replay_topk",
     make=_guarded_topk,
     probe=_probe,
-    texts=("f4309060f5e2afa4",),
     observed="the guard refuses a replayed batch in which a router made no selection through it",
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/megatron/router_replay_patch.py",
     reason="A router without routes chooses for itself, and tokens behind the last row of routes reach no expert, both without "

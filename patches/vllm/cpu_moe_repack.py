@@ -39,7 +39,6 @@ CPU_MOE_REPACK = Patch(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel"
     ),
     make=_make,
-    texts=("c2f215a75b0e0166", "35b7060b37a3cecb", "09fe906bda7a750f"),  # 0.29, 0.30, 0.31 and 0.32
     observed="monitor.weight_sync scores probe tokens after each weight update, which tells garbled experts",
     upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
     reason=(

@@ -31,7 +31,6 @@ CPU_ROUTES = Patch(
     supports=">=0.31.0,<=0.32.0",
     target="vllm.config.vllm:VllmConfig._verify_aux_output_compatibility",
     make=_make,
-    texts=("e64828e79c38c4ae",),
     observed="each completion's routes are read; missing rows, and rows of zeros in all layers, are refused",
     upstream="https://github.com/vllm-project/vllm/blob/v0.31.0/vllm/config/vllm.py",
     reason=(

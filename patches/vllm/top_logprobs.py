@@ -82,7 +82,6 @@ TOP_LOGPROBS = Patch(
     target="vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
     make=_make,
     probe=_probe,
-    texts=("0d86bde8f1cc4a93", "51deea0e95a2585e"),  # to 0.30, 0.31 and 0.32
     upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/v1/engine/logprobs.py",
     reason=(
         "vLLM makes an object and a text of each most likely token that it is asked for, and TRL sorts these and copies them: of "

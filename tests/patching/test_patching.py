@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -195,16 +194,6 @@ def test_a_version_that_nobody_ran_is_patched_with_one_warning(upstream: Any, un
         described(upstream.patch("upst.core:Base.method", supports=supports))
     message = f"untested with upst 1.2.0+cpu; patch upst/greet was run with {supports}; its probe holds."
     assert [str(warning.message) for warning in told] == [message]
-
-
-def test_another_text_warns_with_its_digest_and_the_known_one_is_silent(upstream: Any, untold: None) -> None:
-    with pytest.warns(UntestedVersionWarning, match="the text of upst.core:greet, ") as told:
-        described(upstream.patch("upst.core:greet", texts=("0" * 16,)))
-    known = str(told[0].message).partition("greet, ")[2].partition(",")[0]
-    versions._TOLD.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        described(upstream.patch("upst.core:greet", texts=(known,)))
 
 
 # --- provenance ---

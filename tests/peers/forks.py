@@ -134,8 +134,13 @@ def _run_rank(function: Callable[..., Any], payload: dict[str, Any], rank: int, 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in names.items()})
     _own_threads()
-    file.write_text(json.dumps(function(**payload), default=_jsonable))
-    _end()
+    code = 0
+    try:
+        file.write_text(json.dumps(function(**payload), default=_jsonable))
+    except BaseException:  # noqa: BLE001  (an engine's threads would keep this rank, and the other one would wait for it)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    _end(code)
 
 
 def _end(code: int = 0) -> None:

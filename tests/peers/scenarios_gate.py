@@ -24,7 +24,6 @@ from examples.arithmetic.shipped import FOLDER
 RUNS: dict[str, list[str]] = {
     "bfloat16": [],
     "float32": ["--dtype", "float32"],
-    "exact": ["--dtype", "float32", "--exact"],
     "lost": [],
     "temperature": ["--sampling", "temperature=0.9"],
     "stale head": ["--dtype", "float32"],

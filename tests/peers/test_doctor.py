@@ -16,7 +16,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Sample
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED
+from mismatch_ext.doctor.evidence import ALONE, DECODE
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
 
@@ -42,7 +42,7 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     assert "to fix temperature:" in fault["printed"]
     # What the engine says of itself needs no list: a decode with other weights than the prefill's.
     rungs = {rung["name"]: rung["mean"] for rung in clean["rungs"] if rung["side"] == "engine"}
-    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE] < clean["gap"]["logp_abs_diff_mean"], rungs
+    assert set(rungs) == {DECODE, ALONE} and rungs[DECODE] < clean["gap"]["logp_abs_diff_mean"], rungs
     stale = found["stale_decode"]
     assert [(cause["key"], cause["status"]) for cause in stale["causes"]] == [("decode_path", "measured")]
     # Attention and MLP of each of the four layers, and the head.

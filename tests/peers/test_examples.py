@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -125,20 +124,6 @@ def test_the_server_example_trains_a_dense_model_in_float16(tmp_path: Path) -> N
         assert 0 < metrics["mismatch/logp_abs_diff_mean"] < 1e-2 and metrics["mismatch/loss_scale"] >= 1
 
 
-def test_a_config_file_and_a_block_on_the_command_line(dense: Path, tmp_path: Path) -> None:
-    config = tmp_path / "my.yaml"
-    config.write_text(
-        f"model_name_or_path: {dense}\noutput_dir: {tmp_path}/run\nuse_vllm: true\nvllm_max_model_length: 64\n"
-        "max_completion_length: 8\nmax_steps: 5\nper_device_train_batch_size: 8\neval_prompts: 0\nreport_to: none\n"
-        "save_strategy: 'no'\nmismatch: {precision: {dtype: bfloat16}}\n"
-    )
-    block = json.dumps({"precision": {"dtype": "float32"}})
-    python("examples/trl_grpo.py", "--config", config, "--max_steps", "1", "--mismatch", block)
-    run = read_run(tmp_path / "run/mismatch")
-    assert run.header["config"]["precision"]["dtype"] == "float32" and run.header["engine"]["model_dtype"] == "float32"
-    assert [record.step for record in run.steps] == [1]
-
-
 SEEDS = {
     "fp16": ("loss_scale", "logp_abs_diff_mean"),
     "r3": ("native/k3_kl", "routing/set_mismatch_frac"),
@@ -172,6 +157,28 @@ def test_the_example_of_a_feature(name: str, tmp_path: Path) -> None:
         assert last["mismatch/lr_multiplier"] == 0.5
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "verl_cpu"])
-def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
-    assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)
+USAGES = """
+import runpy, sys
+from pathlib import Path
+before = list(sys.path)
+for script in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        del sys.modules[name]
+    sys.path[:], sys.argv = [str(Path(script).parent), *before], [script, "--help"]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        pass
+"""
+"""Runs each file with nothing of the repository on the path but its own folder, as Python runs it."""
+
+
+def test_each_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    names = [name for name in EXAMPLES if name != "verl_cpu"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", USAGES, *(ROOT / f"examples/{name}.py" for name in names)],
+        cwd=tmp_path, env={**os.environ, "PYTHONUTF8": "1", "PYTHONPATH": ""}, capture_output=True, encoding="utf-8",
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert re.findall(r"^usage: (\w+)\.py", done.stdout, flags=re.M) == names

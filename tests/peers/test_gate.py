@@ -1,4 +1,4 @@
-"""`mismatch-ext gate` with real vLLM: two float32 sides, two bf16 sides, equality to the last bit, and planted faults."""
+"""`mismatch-ext gate` with real vLLM: two float32 sides, two bf16 sides, and planted faults."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def check(found: dict[str, Any], admitted: dict[str, bool]) -> None:
 @pytest.mark.engine
 @pytest.mark.numeric
 def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperature(run: Run, tmp_path: Path) -> None:
-    admitted = {"bfloat16": True, "float32": True, "exact": False, "lost": False, "temperature": False}
+    admitted = {"bfloat16": True, "float32": True, "lost": False, "temperature": False}
     found = run(scenarios.gated, out=str(tmp_path), names=list(admitted)).expect()
     check(found, admitted)
     figures = {name: {figure["name"]: figure["value"] for figure in found[name]["figures"]} for name in found}
-    largest, bits = "largest difference (nats)", "tokens equal to the last bit"
+    largest = "largest difference (nats)"
     assert figures["float32"][largest] < 1e-3 < figures["bfloat16"][largest]
-    assert 0.5 < figures["exact"][bits] < 1 and "flags: vllm.load_format=dummy" in found["exact"]["page"]
     # What the engine does not get stays made-up, and only an update can bring it.
     assert "first block that differs: layer 2, mlp" in found["lost"]["page"], found["lost"]["page"]
     assert found["temperature"]["failed"] == ["error of the engine in units of rounding"]

@@ -13,14 +13,15 @@ from tests.commands import ROOT, shell
 
 ALONE = {
     "README.md": (0, 1),
+    "docs/trl.md": (0,),
     "docs/loop.md": (0,),
     "docs/kl.md": (0,),
     "docs/lr.md": (0,),
     "docs/correction.md": (0,),
     "docs/doctor.md": (0,),
 }
-"""Blocks that have a test of their own: `test_readme.py`, `test_loop_page.py`, and of unit tests `test_primitives.py` and
-`test_rollouts.py`."""
+"""Blocks that have a test of their own: `test_readme.py`, `trl/test_attach.py`, `test_loop_page.py`, and of unit tests
+`test_primitives.py` and `test_rollouts.py`."""
 TRL = """
 import os
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -44,11 +45,6 @@ SHORT = ("use_vllm=True,", "use_vllm=True, **short,")
 MODEL = ('"Qwen/Qwen3-30B-A3B"', '"MOE"')
 # Page and number of the block: what stands before it, what of it is filled in, what follows.
 TRAINING: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
-    ("docs/trl.md", 0): (
-        TRL,
-        (('"Qwen/Qwen3-0.6B"', '"DENSE"'), ("use_vllm=True)", "use_vllm=True, **short)")),
-        "\nassert trainer.state.global_step == 1\nos._exit(0)\n",
-    ),
     ("docs/trl.md", 1): (TRL, (MODEL, SHORT), TRAINED),
     ("docs/trl.md", 3): (
         TRL + CONFIG + TOOLS,
@@ -176,7 +172,7 @@ def models(dense: Path, moe: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "of",
-    # The pages' first two blocks of a trainer in every run, what tools and LoRA add to them by night.
+    # The first block of a trainer in every run, what tools and LoRA add to it by night.
     [pytest.param(of, marks=[] if of[1] < 2 else pytest.mark.nightly) for of in TRAINING],
     ids=lambda of: f"{Path(of[0]).stem}-{of[1]}",
 )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks
+from mismatch_ext.correction import Correction, correct, correction_metrics
 from mismatch_ext.names import CORRECTION_MEASURES
 from mismatch_ext.presets import resolve
-from mismatch_ext.ranks import ONE_PROCESS
+from mismatch_ext.sums import over_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "token": {"preset": "decoupled_geo_rs_token_tis"},
@@ -49,29 +49,24 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return rollout, old, mask
 
 
-def corrected(rollout: Tensor, old: Tensor, mask: Tensor, settings: Any) -> dict[str, float]:
-    return correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).metrics
+def corrected(rollout: Tensor, old: Tensor, mask: Tensor, settings: Any) -> Correction:
+    return correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
     settings = resolve(CorrectionConfig(**SETTINGS[name]))
     rollout, old, mask = batch()
+    whole = corrected(rollout, old, mask, settings).metrics
+    assert len(whole) >= (2 if name == "rejected" else 7)
+    assert whole.keys() <= CORRECTION_MEASURES.keys()
     ranks, merged = Adding(), {}
     # The second of the three ranks has no token at all.
-    for part in (slice(0, 9), slice(0, 0), slice(9, 12)):
-        found: dict[str, float] = {}
-        if part.stop:
-            found = corrected(rollout[part], old[part], mask[part], settings)
+    mask = torch.cat([mask[:9], torch.zeros_like(mask[:2]), mask[9:]])
+    old, rollout = (torch.cat([x[:9], torch.zeros_like(x[:2]), x[9:]]) for x in (old, rollout))
+    for part in (slice(0, 9), slice(9, 11), slice(11, 14)):
+        found = corrected(rollout[part], old[part], mask[part], settings)
+        assert bool(found.metrics) == (part.start != 9)
         ranks.rank += 1
-        merged = metrics_over_ranks(found, mask[part], settings, ranks)
-    whole = corrected(rollout, old, mask, settings)
-    expected = {key: whole[key] for key in LOGGED if key in whole}
-    assert len(expected) >= (2 if name == "rejected" else 7)
-    assert merged == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    # One process logs what the correction itself says.
-    assert metrics_over_ranks(whole, mask, settings, ONE_PROCESS) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-def test_the_table_of_metrics_has_all_of_them() -> None:
-    assert list(CORRECTION_MEASURES) == list(LOGGED)
+        merged = correction_metrics(over_ranks(found.sums, ranks))
+    assert merged == pytest.approx(whole, rel=1e-6, abs=1e-9)

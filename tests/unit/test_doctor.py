@@ -240,7 +240,7 @@ def test_what_is_not_on_the_list_is_unexplained_and_not_misnamed() -> None:
 
 def test_a_fault_of_few_tokens_is_not_clean() -> None:
     def few(z: Tensor) -> Tensor:
-        return torch.where((torch.arange(len(z)) % 30 == 3)[:, None], drift(z, 1.0), z)
+        return torch.where((torch.arange(len(z)) % 150 == 3)[:, None], drift(z, 1.0), z)
 
     found = diagnose(*drawn(extra=few))
     assert found.left > 1.3 and found.verdict == "unexplained", report(found)
@@ -420,8 +420,9 @@ def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_tempe
     assert found.left < 1.3 and not evidence.noise.is_rounding(evidence.explained.rest)
 
 
-def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    change, _, near = PLANTED["top_p"]
+@pytest.mark.parametrize("key", ["top_p", "temperature", "logit_bias"])
+def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, _, near = PLANTED[key]
     sample, scores = drawn(change)
     whole = diagnose(sample, scores)
     monkeypatch.setattr("mismatch_ext.doctor.logits.SCREENED", 1)
@@ -429,4 +430,4 @@ def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(monkeypatch
     assert len(few.places) < int(sample.fits.sum()) / 4 and sample.fits[few.places].all()
     found = diagnose(sample, scores)
     (cause,), (wanted,) = found.causes, whole.causes
-    assert cause.key == "top_p" and cause.parameter == pytest.approx(wanted.parameter, abs=near)
+    assert cause.key == key and cause.parameter == pytest.approx(wanted.parameter, abs=near)

@@ -9,7 +9,7 @@ import pytest
 from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, Block, Engine, Rung
+from mismatch_ext.doctor.evidence import ALONE, DECODE, Block, Engine, Rung
 from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
@@ -18,7 +18,7 @@ LEFT = "prompts padded on the left, without position_ids"
 
 def said_by(decode: np.ndarray, prefill: np.ndarray, batches: float = 0.0) -> Engine:
     noise = np.full(64, batches)
-    rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
+    rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", ALONE, noise))
     return Engine(rungs=rungs, decode=decode, prefill=prefill)
 
 
@@ -35,18 +35,6 @@ def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> Non
     assert found.causes[0].status == "measured" and (found.causes[0].share or 0) > 0.5
     assert found.parts[0].name == "decode_path" and found.ratio == pytest.approx(1, abs=0.3), "the prefill is right"
     assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
-
-
-@pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
-def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: float | None, key: str) -> None:
-    sample, scores = drawn(extra=lambda z: drift(z, 0.2))
-    prefill = scores.own
-    said = said_by(sample.engine - prefill, prefill)
-    engine = replace(said, afresh=None if past is None else np.full(64, past), cached_prompts=7)
-    (cause,) = diagnose(sample, scores, engine=engine).causes
-    assert cause.key == key
-    if key == "stale_cache":
-        assert "reset_prefix_cache" in cause.remedy.vllm
 
 
 def test_a_decode_within_rounding_or_within_the_engines_own_batches_is_no_cause() -> None:

@@ -205,7 +205,7 @@ def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_awa
 
 def test_a_clean_verdict_says_what_replay_would_remove(tmp_path: Path) -> None:
     clean = diagnose(*drawn())
-    routes = Part(name=ROUTES, mean=1e-4, share=0.23, low=0.23, high=0.23, share_k3=None)
+    routes = Part(name=ROUTES, mean=1e-4, share=0.23, low=0.23, high=0.23)
     found = replace(clean, parts=(*clean.parts, routes))
     said = report(found)
     assert "mode: R3" in said and "to replay" not in report(clean)

@@ -159,7 +159,7 @@ def test_evidence_is_set_aside_too_if_the_file_can_be_created_only_later(
         full.setattr("os.open", mock.Mock(side_effect=OSError("no space left")))
         file.begin("training")
     assert told == []
-    file.step(1, {"loss": 1.0}, "train")
+    file.opened().step(1, {"loss": 1.0}, "train")
     assert told == [1]
 
 

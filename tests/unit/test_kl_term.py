@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_identically() -> None:
             term.begin()
             term.add(sums_of(batch(step)))
     assert first.state_dict() == whole.state_dict() and first.coef == whole.coef != 0.1
-    first.reset()
+    first.begin_anew()
     assert first.coef == 0.1 and first.state.steps == 0
 
 

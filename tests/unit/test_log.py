@@ -301,7 +301,7 @@ def test_alarms_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> None:
     first.log.sums.add_gap("train", **logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    assert saved["log"]["growth"]["points"] and saved["log"]["log_odds_growth"]["points"]
+    assert saved["log"]["growths"]["k3"]["points"] and saved["log"]["growths"]["log_odds"]["points"]
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
     second.log.load_state_dict(saved, step=1)

@@ -22,7 +22,7 @@ def found() -> Diagnosis:
         key="temperature", family="sampling", said="temperature is <0.9>", parameter=0.9, status="confirmed", share=0.96, z=20.0,
         slope=1.0, low=0.99, high=1.01, ties=(), remedy=remedy("temperature", 1.0),
     )  # fmt: skip
-    part = Part(name="temperature", mean=1e-2, share=0.96, low=0.94, high=0.98, share_k3=None)
+    part = Part(name="temperature", mean=1e-2, share=0.96, low=0.94, high=0.98)
     return Diagnosis(
         tokens=6000,
         responses=192,

@@ -17,6 +17,7 @@ from mismatch_ext.doctor.logged import Logged, of_nearest
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape, RoutingTrace
+from tests.traces import same
 
 FILES = Path(__file__).parents[1] / "data/rollouts"
 SHAPE = RoutingShape(num_layers=4, layers=(0, 1, 2, 3), num_experts=16, top_k=4)
@@ -61,7 +62,7 @@ def test_routes_and_what_is_known_of_the_engine_come_back(tmp_path: Path, num_ex
     made = record((-0.1, -2.3), (True, True), routing=trace, provenance=provenance(3, temperature=0.7))
     found = read_rollouts(written(tmp_path, made, made))
     routes = found.sample(shape).routes
-    assert routes is not None and all(route.same_as(trace) for route in routes)
+    assert routes is not None and all(same(route, trace) for route in routes)
     assert found.settings["temperature"] == 0.7 and found.settings["dtype"] == "bfloat16"
     assert read_rollouts(written(tmp_path, made, made, routes=False)).sample(shape).routes is None
 

@@ -58,12 +58,13 @@ def test_ranks_that_agree_send_numbers_and_hardly_an_object(tmp_path: Path) -> N
 
 def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    ranks = Two(said={"loss": 9.0, "mismatch/weight_sync_gap": 3.0})
+    ranks = Two(said={"loss": [(9.0, 1.0)], "mismatch/weight_sync_gap": [(3.0, 1.0)]})
     with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         (log,) = learn(run, 1)
-    own = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
-    assert log["loss"] == (own["loss"] + 9) / 2
-    assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2
+    noted = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
+    for name, other in (("loss", 9), ("mismatch/weight_sync_gap", 3)):
+        ((own, _),) = noted[name]
+        assert log[name] == (own + other) / 2
 
 
 def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:

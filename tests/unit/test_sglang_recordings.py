@@ -37,7 +37,7 @@ def shape(stem: str) -> RoutingShape:
 
 def provenance(stem: str, temperature: float) -> Provenance:
     """Return the provenance that the recorded server's report gives."""
-    reading = read_server(FILES[stem]["server_info"], original_logprobs=False)
+    reading = read_server(FILES[stem]["server_info"])
     return to_provenance(reading, sampling=SamplingSettings(temperature=temperature), weight_version=0)
 
 
@@ -96,7 +96,7 @@ def test_the_recorded_server_is_judged_by_its_own_report(stem: str) -> None:
     data = FILES[stem]
     config = MismatchConfig.parse({"precision": {"dtype": data["dtype"]}, "routing": {"mode": "R3"}})
     assert config is not None
-    found = check_server(data["server_info"], config=config, trainer_dtype="float32", original_logprobs=False)
+    found = check_server(data["server_info"], config=config, trainer_dtype="float32")
     assert found.problems == ()
 
 

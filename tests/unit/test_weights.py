@@ -19,12 +19,13 @@ from mismatch_ext.weights import (
     BitSums,
     Decoded,
     History,
+    Limits,
     Look,
     Piece,
     SyncVerdict,
     TensorComparison,
     added,
-    began,
+    begin_history,
     compare_sums,
     decode_look,
     fingerprint,
@@ -65,13 +66,15 @@ class Prefill:
         self.dtype, self.history = dtype, History()
 
     def begin(self, engine: Tensor, trainer: Tensor) -> None:
-        self.history = began(self.history, Look(engine=engine, reference=trainer))
+        self.history = begin_history(self.history, Look(engine=engine, reference=trainer))
 
     def judge(
         self, engine: Tensor, trainer: Tensor, *comparisons: TensorComparison, changed: bool = True
     ) -> SyncVerdict:
         look = Look(engine=engine, reference=trainer)
-        self.history, verdict = judge_prefill(self.history, look, self.dtype, changed=changed, comparisons=comparisons)
+        self.history, verdict = judge_prefill(
+            self.history, look, Limits(dtype=self.dtype), changed=changed, comparisons=comparisons
+        )
         return verdict
 
 
@@ -244,11 +247,12 @@ class Decode:
         self.dtype, self.history = dtype, History()
 
     def begin(self, decoded: Tensor, prefill: Tensor) -> None:
-        self.history = began(self.history, decode_look(Decoded(tokens=TOKENS, logprobs=decoded), prefill))
+        self.history = begin_history(self.history, decode_look(Decoded(tokens=TOKENS, logprobs=decoded), prefill))
 
     def judge(self, decoded: Tensor, prefill: Tensor) -> SyncVerdict:
         look = decode_look(Decoded(tokens=TOKENS, logprobs=decoded), prefill)
-        self.history, verdict = judge_decode(self.history, look, self.dtype, NOISE[self.dtype])
+        limits = Limits(dtype=self.dtype, baseline=NOISE[self.dtype], noise=2)
+        self.history, verdict = judge_decode(self.history, look, limits, changed=True)
         return verdict
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from mismatch_ext.adapters.transformers.attention import soft_caps, without_caps
 from mismatch_ext.adapters.transformers.doctor.changes import (
     FP8,
@@ -30,7 +31,6 @@ from mismatch_ext.adapters.transformers.doctor.changes import (
     scaled,
     seeing,
     weights,
-    with_int8_activations,
     yarn,
 )
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, load_model
@@ -51,6 +51,7 @@ WHOLE = 2**30
 ATTENTION = (0.5, 0.9, 1.1, 2.0)
 CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
+ADAPTER_SCALES = (0.1, 0.25, 0.5, 0.75, 1.5, 2.0, 4.0)
 FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALIZED = "norm_topk_prob"
 Ids = tuple[int, ...]
@@ -143,8 +144,6 @@ def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
               needs=torchs),
         cause("weights_int8", "weights", "quantization", "the engine's weights are int8",
               lambda _: weights(model, quantized(model, int8))),
-        cause("activations_int8", "weights", "quantization", "the engine's weights and activations are int8",
-              lambda _: with_int8_activations(model)),
         cause("weights_fp8", "weights", "quantization", "the engine's weights are fp8",
               lambda _: weights(model, quantized(model, fp8))),
         cause("weights_int4", "weights", "quantization", "the engine's weights are 4-bit integers in groups of {x}",
@@ -213,17 +212,25 @@ def _of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[C
     """Return the causes in which weights are another checkpoint's, such as the base model's of the trainer's adapter."""
     other = load_model(path, "--model" if base else "--older")
     theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in other.named_parameters()}
-    layers = sorted({int(layer) for name in theirs if (layer := _layer(name)).isdigit()})
+    # Numbered layers first, then embedding, last norm and head.
+    pieces = sorted(dict.fromkeys(map(_piece, theirs)), key=lambda piece: not piece.startswith("layer "))
     has = f"the engine has the weights of {path}"
     key, sentence = ("adapter_not_applied", f"{has}: the adapter is not applied") if base else ("stale_weights", has)
 
-    def of_layer(x: float) -> Any:
-        return weights(scorer.model, {name: w for name, w in theirs.items() if _layer(name) == str(layers[int(x)])})
+    def of_piece(x: float) -> Any:
+        return weights(scorer.model, {name: w for name, w in theirs.items() if _piece(name) == pieces[int(x)]})
+
+    def at_scale(x: float) -> Any:
+        own = dict(scorer.model.named_parameters())
+        between = {name: torch.lerp(w.float(), own[name].detach(), x) for name, w in theirs.items() if name in own}
+        return weights(scorer.model, {name: w.to(scorer.engine_dtype) for name, w in between.items()})
 
     return [
         _cause(scorer, key, "weights", "adapter" if base else "weights", sentence, lambda _: weights(scorer.model, theirs)),
-        _cause(scorer, "stale_layer", "weights", "weights", f"layer {{x}} of the engine has the weights of {path}",
-               of_layer, grid=_indices(layers), names=tuple(map(str, layers))),
+        _cause(scorer, "stale_layer", "weights", "weights", f"{{x}} of the engine has the weights of {path}",
+               of_piece, grid=_indices(pieces), names=tuple(pieces)),
+        _cause(scorer, "adapter_scale", "weights", "adapter_scale", "the engine adds {x} times what the trainer's adapter adds",
+               at_scale, grid=ADAPTER_SCALES, neutral=1.0, steps=8, needs=base),
     ]  # fmt: skip
 
 
@@ -231,8 +238,10 @@ def _indices(listed: Sequence[Any]) -> tuple[float, ...]:
     return tuple(map(float, range(len(listed))))
 
 
-def _layer(name: str) -> str:
-    return name.partition("layers.")[2].partition(".")[0]
+def _piece(name: str) -> str:
+    """Return the part of a model that a parameter belongs to: a numbered layer, or else the module that holds it."""
+    layer = name.partition("layers.")[2].partition(".")[0]
+    return f"layer {layer}" if layer.isdigit() else name.split(".")[-2]
 
 
 def _tied(model: Any) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -219,22 +219,10 @@ def expert_outputs(modules: list[nn.Module], factor: float) -> Iterator[None]:
         yield
 
 
-class RoundedInputs(TorchFunctionMode):
-    """Rounds the inputs of the linear layers with these weights, by their ids, token by token."""
-
-    def __init__(self, weights: Collection[int], rounded: Round) -> None:
-        super().__init__()
-        self._weights, self._rounded = weights, rounded
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear and id(args[1]) in self._weights:
-            args = (self._rounded(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
 def quantized(model: nn.Module, rounded: Round) -> dict[str, Tensor]:
     """Return the rounded weights of linear layers and experts, by name; the head is not quantized."""
-    linear = {f"{n}.weight" for n in linear_layers(model)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     matrices = {n: p for n, p in model.named_parameters() if n in linear or p.dim() == 3}
     # Each half is rounded by itself: checkpoints hold gate and up of an expert apart, but transformers holds them as one matrix.
     return {
@@ -243,21 +231,6 @@ def quantized(model: nn.Module, rounded: Round) -> dict[str, Tensor]:
         else rounded(p.detach())
         for name, p in matrices.items()
     }
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linear layers by name, without the head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-
-
-@contextmanager
-def with_int8_activations(model: nn.Module) -> Iterator[None]:
-    """Round linear layers to int8 with a scale for each output channel, and their inputs with a scale for each token."""
-    layers = linear_layers(model)
-    with weights(model, {f"{name}.weight": int8(layer.weight.detach()) for name, layer in layers.items()}):
-        with RoundedInputs({id(layer.weight) for layer in layers.values()}, int8):
-            yield
 
 
 def int8(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ LAYOUTS = {
     "packed": "sequences packed into one row",
 }
 # Most responses that each rung is measured on, and responses of a batch, as in a trainer; and the elements of logits that a rung
-# may compute, because there are nine passes: 682 tokens of a vocabulary of 49,152.
+# may compute: 682 tokens of a vocabulary of 49,152.
 ROWS, BATCH = 32, 8
 RUNG_LOGITS = 2**25
 # Responses that are computed in float64, and the most parameters of a model that is.
@@ -82,7 +82,7 @@ class Scorer:
             the model's attention.
         computed: The log-probabilities that a run's trainer itself computed `[N]`. Then the trainer's layout is not tried, and
             its own noise is not measured. None computes them with the model.
-        layouts: Layouts whose effect on the trainer is measured, keys of `LAYOUTS`.
+        bare: Leave out what only a cause is named by: the trainer's own noise, and a head in float32.
 
     Attributes:
         scores: The scores of the trainer's side, the oracle's among them, from which causes start.
@@ -102,13 +102,12 @@ class Scorer:
         head: str = "",
         attention: str = "",
         computed: Floats | None = None,
-        layouts: Collection[str] = tuple(LAYOUTS),
+        bare: bool = False,
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
         self.shape = routing_shape(model)
         self._passes = partial(passes, model, shape=self.shape)
-        # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
         weights_dtype = torch_dtype(trainer_weights)
         self._head = head_of(model)
         if head and self._head is None:
@@ -121,47 +120,16 @@ class Scorer:
             model.set_attn_implementation(self._complete)  # type: ignore[operator]
         round_weights(model, weights_dtype)
         self._float32_error = self._measured_float32_error()
-        replayed = replays and self.shape is not None and sample.routes is not None
-        logits: Tensor | Projected | None = None
-        if self._trains_as_oracle:
-            # One pass is then the trainer's, the oracle's, and that of the trainer's arithmetic in the engine's dtype.
-            logits = self._logits(sample)
-            straight, taken = self._exactly(sample, logits), None
-        else:
-            with self.as_trainer():
-                straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
-        attended = capless = None
-        if self._leaves_out:
-            with self.as_trainer(complete=True):
-                attended = self._scored(sample.routes if replayed else None)
-                with without_caps(model):
-                    capless = self._scored(sample.routes if replayed else None)
-        trainer, laid_out = straight, "" if layout == "right" else LAYOUTS[layout]
-        if computed is not None:
-            trainer, laid_out = computed, COMPUTED
-        elif layout != "right":
-            trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
-        rungs = () if computed is not None else tuple(own_noise(self, layouts))
+        # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
+        self._replayed = sample.routes if replays and self.shape is not None else None
+        trainers, taken = self._trainers_side(layout, computed, bare)
         if computed is not None:
             self._trainers_weights = lost_by_rounding(model, self.engine_dtype)
         round_weights(model, self.engine_dtype)
-        native = self._scored(taken) if taken is not None and sample.routes is not None else None
-        if logits is None:
-            logits = self._logits(sample)
+        self._as_prompt: Scores | None = None  # `rescored` of the sample's own tokens
         self.scores = Scores(
-            trainer=trainer,
-            own=self._own(sample, logits),
-            logits=logits,
-            float32_error=self._float32_error,
-            headed=None if self._head is None or self.engine_dtype == torch.float32 else self._cast(sample, self._head),
-            native=native,
-            **self._flips(),
-            straight=straight if laid_out else None,
-            layout=laid_out,
-            attended=attended,
-            capless=capless,
-            attention=self._attention if attended is not None else "",
-            rungs=rungs,
+            **trainers,
+            **self._oracles_side(taken, bare, scored="logits" in trainers),
             temperature=temperature,
             end_tokens=end_tokens(model),
             engine_dtype=engine_dtype,
@@ -169,17 +137,76 @@ class Scorer:
             trainer_head=head,
         )
 
+    def _trainers_side(
+        self, layout: str, computed: Floats | None, bare: bool
+    ) -> tuple[dict[str, Any], tuple[RoutingTrace, ...] | None]:
+        """Return the fields of `Scores` that need the trainer's weights, and the routes that it took, None if not known."""
+        fields: dict[str, Any] = {}
+        taken = None
+        if self._trains_as_oracle:
+            # One pass is then the trainer's, the oracle's, and that of the trainer's arithmetic in the engine's dtype.
+            fields |= self._oracles_logits(self.sample)
+            plain = fields["own"]
+        else:
+            with self.as_trainer():
+                if self._replayed is None:
+                    plain, taken = self._native()
+                else:
+                    plain = self._scored(self._replayed)
+        if self._leaves_out:
+            fields["attention"] = self._attention
+            with self.as_trainer(complete=True):
+                fields["attended"] = self._scored(self._replayed)
+                with without_caps(self.model):
+                    fields["capless"] = self._scored(self._replayed)
+        if computed is not None:
+            fields |= {"trainer": computed, "straight": plain, "layout": COMPUTED}
+        elif layout != "right":
+            laid_out = self.in_layout(self.sample, layout, routes=self._replayed)
+            fields |= {"trainer": laid_out, "straight": plain, "layout": LAYOUTS[layout]}
+        else:
+            fields["trainer"] = plain
+        if computed is None and not bare:
+            fields["rungs"] = tuple(own_noise(self, layout))
+        return fields, taken
+
+    def _oracles_side(self, taken: tuple[RoutingTrace, ...] | None, bare: bool, *, scored: bool) -> dict[str, Any]:
+        """Return the fields of `Scores` that need weights in the engine's dtype; `taken` are the trainer's own routes."""
+        fields: dict[str, Any] = {"float32_error": self._float32_error, **self._flips()}
+        if taken is not None and self.sample.routes is not None:
+            fields["native"] = self._scored(taken)
+        if not scored:
+            fields |= self._oracles_logits(self.sample)
+        if not bare and self._head is not None and self.engine_dtype != torch.float32:
+            fields["headed"] = self._cast(self.sample, self._head)
+        return fields
+
+    def _oracles_logits(self, sample: Sample, logits: Tensor | Logits | None = None) -> dict[str, Any]:
+        """Return the oracle's logits, what they score, and what the same weights do in the engine's dtype."""
+        logits = self._logits(sample) if logits is None else logits
+        exact = score_tokens(sample, logits, self.temperature)
+        # In float32 these are the oracle's.
+        own = exact[0] if self.engine_dtype == torch.float32 else self._cast(sample)
+        return {"logits": logits, "exact": exact, "own": own}
+
     def rescored(self, sample: Sample) -> Scores:
         """Return the oracle's scores of the same tokens with a sample's routes, at temperature 1, as engines score prompts."""
+        routed = sample.routes is not None or self.sample.routes is not None
+        same = sample.prompts == self.sample.prompts and sample.responses == self.sample.responses and not routed
+        if same and self._as_prompt is not None:
+            return self._as_prompt
         before, self.temperature = self.temperature, 1.0
         try:
-            routed = sample.routes is not None or self.sample.routes is not None
-            same = sample.prompts == self.sample.prompts and sample.responses == self.sample.responses
-            logits = self.scores.logits if same and not routed else self._logits(sample)
-            own = self._own(sample, logits)
-            return Scores(trainer=own, own=own, logits=logits, float32_error=before * self._float32_error)
+            if same and before == 1:
+                fields: dict[str, Any] = {name: getattr(self.scores, name) for name in ("logits", "exact", "own")}
+            else:
+                fields = self._oracles_logits(sample, self.scores.logits if same else None)
         finally:
             self.temperature = before
+        rescored = Scores(trainer=fields["own"], float32_error=before * self._float32_error, **fields)
+        if same:
+            self._as_prompt = rescored
+        return rescored
 
     def logprobs(self, *, prompt: Prompt | None = None, screen: bool = False) -> Floats:
         """Return the tokens' log-probabilities `[N]` under the model as it is now.
@@ -297,14 +324,6 @@ class Scorer:
         with passing_hidden(head):
             _, hidden = next(iter(self._passes(sample, None, only=[row])))
         return is_head(head, hidden, logits)
-
-    def _exactly(self, sample: Sample, logits: Tensor | Logits) -> Floats:
-        """Return the tokens' log-probabilities `[N]` under logits `[N, V]`."""
-        return score_tokens(sample, logits, self.temperature)[0]
-
-    def _own(self, sample: Sample, logits: Tensor | Logits) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype; in float32 the oracle's logits have them."""
-        return self._exactly(sample, logits) if self.engine_dtype == torch.float32 else self._cast(sample)
 
     def _cast(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
         """Return the log-probabilities of a pass in the engine's dtype, but for a head that has to be exact."""
@@ -537,44 +556,27 @@ def mixes_packed(model: nn.Module) -> bool:
     return bool((one - other).abs().max() > NEAR * one.abs().max())
 
 
-def own_noise(scorer: Scorer, layouts: Collection[str]) -> Iterator[Rung]:
-    """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses.
+def own_noise(scorer: Scorer, layout: str) -> Iterator[Rung]:
+    """Yield how much the trainer differs from itself in smaller batches, and in its layout, on some of the responses.
 
-    Each of `layouts` is a key of `LAYOUTS`.
+    `layout` is a key of `LAYOUTS`.
     """
     sample = scorer.sample
     sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
     length = len(sample.row) / len(sampled)
     affordable = RUNG_LOGITS // (logits_width(scorer.model) or 2**17)
     count = min(ROWS, max(BATCH, int(affordable / length)))
-    rows = sampled[:: -(-len(sampled) // count)]
-    part = sample.part(rows)
-
-    def scored(layout: str, *, rows: int = BATCH) -> Floats:
-        return scorer.in_layout(part, layout, most_rows=rows)
-
-    def exactly(layout: str, computed: Floats) -> Floats:
-        if scorer.trains_exactly:
-            return computed
-        return scorer.in_layout(part, layout, most_rows=BATCH, exact=True)
-
-    straight = scored("right")
-    yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
-    others = [layout for layout in LAYOUTS if layout != "right" and layout in layouts]
-    if not others:
+    part = sample.part(sampled[:: -(-len(sampled) // count)])
+    straight = scorer.in_layout(part, "right", most_rows=BATCH)
+    yield Rung.of("trainer", f"batches of 1 against {BATCH}", scorer.in_layout(part, "right", most_rows=1) - straight)
+    if layout == "right":
         return
-    exact = exactly("right", straight)
-    for layout in others:
-        if layout == "packed" and mixes_packed(scorer.model):
-            continue
-        moved = scored(layout)
-        yield Rung.of(
-            "trainer",
-            LAYOUTS[layout],
-            moved - straight,
-            exactly(layout, moved) - exact,
-            float32_error=scorer.float32_error,
-        )
+    moved = scorer.in_layout(part, layout, most_rows=BATCH)
+    apart = exactly_apart = moved - straight
+    if not scorer.trains_exactly:
+        exact = [scorer.in_layout(part, each, most_rows=BATCH, exact=True) for each in (layout, "right")]
+        exactly_apart = exact[0] - exact[1]
+    yield Rung.of("trainer", LAYOUTS[layout], apart, exactly_apart, float32_error=scorer.float32_error)
 
 
 def passes(

@@ -100,9 +100,8 @@ def diagnosed(out: str, block_size: int, dtype: str = "float32") -> dict[str, An
             diagnosis = examine(run, prompts, responses=48, max_tokens=16, quick=True)
         return {
             "verdict": diagnosis.verdict,
-            "causes": [[cause.key, cause.said] for cause in diagnosis.causes],
+            "causes": [[cause.key, cause.remedy.vllm] for cause in diagnosis.causes],
             "gap": diagnosis.gap["logp_abs_diff_mean"],
-            "cached": engine.cached_prompts,
             "rungs": {rung.name: rung.mean for rung in diagnosis.rungs},
         }
 

@@ -309,16 +309,17 @@ def exact(model: str, way: str) -> dict[str, Any]:
     """Do everything in float32, where transformers must be met on every token."""
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running(model, "float32", way) as engine:
-        verdict = check_server(
-            engine.server_info(), config=MismatchConfig(), trainer_dtype="float32", needs_routing=True
-        )
+        config = MismatchConfig.parse({"routing": {"mode": "R3"}})
+        assert config is not None
+        verdict = check_server(engine.server_info(), config=config, trainer_dtype="float32")
+        verdict.raise_for_problems()
         rollouts = Rollouts(engine, trainer)
         ways(rollouts)
         rows = prompts(6, 50, seed=10, shortest=50)
         scored, ids = score_tokens(engine, rows), torch.tensor(rows)
         found = {
             "version": engine.version,
-            "verdict": str(verdict),
+            "notes": verdict.notes,
             "scored": float((scored - scoring.score_tokens(trainer, ids)).abs().mean()),
             "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
             "refusals": refusals(rollouts),

@@ -26,6 +26,7 @@ from tests.oracles.routing.passes import (
     watched,
 )
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
+from tests.traces import same
 
 
 def enable(model: Any, how: str) -> None:
@@ -115,7 +116,7 @@ def test_checkpoints_that_cannot_be_bound_are_refused_in_the_forward(way: str, p
     if way in ("composable", "foreign"):
         with record_routing(model) as recording:  # recomputes what it chose itself, whoever does it
             backward(model, forward(model)[1])
-        assert recording.trace.same_as(own)
+        assert same(recording.trace, own)
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT)

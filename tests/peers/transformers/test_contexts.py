@@ -23,6 +23,7 @@ from tests.oracles.routing.passes import (
     run,
 )
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, of, replayed
+from tests.traces import same
 
 # What must not pass unnoticed.
 
@@ -153,7 +154,7 @@ def test_a_copy_made_in_a_context_is_no_part_of_it() -> None:
     assert run(reference).same(plain)
     with record_routing(reference) as recording:
         assert run(reference).same(plain)
-    assert recording.trace.same_as(own)
+    assert same(recording.trace, own)
 
 
 # Nothing stays behind.

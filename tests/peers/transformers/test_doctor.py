@@ -81,6 +81,25 @@ def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     return taken, Scorer(load_model(model), taken, trainer_dtype="float32", engine_dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [("lm_head", "lm_head of the engine"), ("model.norm", "norm of the engine"), ("", "adds 0.35 times")],
+)
+def test_an_old_piece_and_an_adapter_at_another_scale_are_named(piece: str, said: str, tmp_path: Path) -> None:
+    new, old = (tiny_model("dense", tmp_path / f"{seed}", seed=seed, tied=False) for seed in (0, 1))
+    model, older = load_model(new), load_model(old)
+    with torch.no_grad():
+        older.get_parameter("model.norm.weight").mul_(1.1)
+        for name, parameter in model.named_parameters():
+            if name.startswith(piece):
+                parameter.lerp_(older.get_parameter(name), 1.0 if piece else 0.65)
+    older.save_pretrained(old)  # type: ignore[operator]
+    taken, trainer = as_if(new, Scorer(model, sample(96), trainer_dtype="float32", engine_dtype="float32"))
+    found = diagnose(taken, trainer.scores, of_model(trainer, [old] if piece else [], None if piece else str(old)))
+    (cause,) = found.causes
+    assert said in cause.said and found.verdict == "explained", report(found)
+
+
 @pytest.mark.parametrize(("engines", "said"), [(20, "sees 20 tokens"), (None, "sees all tokens, the trainer's 8")])
 def test_a_window_of_the_engine_that_is_wider_than_the_trainers_is_named(
     engines: int | None, said: str, tmp_path: Path
@@ -139,21 +158,18 @@ def uneven(responses: int = 24) -> Sample:
     return replace(sample(responses), prompts=prompts)
 
 
+@pytest.mark.parametrize("layout", ["left", "left-positions", "packed"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, tmp_path: Path) -> None:
+def test_a_layout_is_the_same_policy_in_float32_and_rounds_otherwise(kind: str, layout: str, tmp_path: Path) -> None:
     model = load_model(tiny_model(kind, tmp_path / "model"))
     plain = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32")
-    assert {rung.name for rung in plain.scores.rungs} == {
-        *(name for layout, name in LAYOUTS.items() if layout != "right"), f"batches of 1 against {BATCH}"
-    }  # fmt: skip
+    laid = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32", layout=layout)
     alike = FACTOR * plain.float32_error
-    for rung in plain.scores.rungs:
+    assert [rung.name for rung in laid.scores.rungs] == [f"batches of 1 against {BATCH}", LAYOUTS[layout]]
+    for rung in laid.scores.rungs:
         assert not rung.changes_the_policy and (rung.float32 or 0) < alike < rung.mean, rung
-    left = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32", layout="left")
-    assert (
-        left.scores.straight == pytest.approx(plain.scores.trainer, abs=alike) and left.scores.layout == LAYOUTS["left"]
-    )
-    assert np.abs(left.scores.trainer - plain.scores.trainer).max() > alike
+    assert laid.scores.straight == pytest.approx(plain.scores.trainer, abs=alike)
+    assert laid.scores.layout == LAYOUTS[layout] and np.abs(laid.scores.trainer - plain.scores.trainer).max() > alike
 
 
 def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tmp_path: Path) -> None:

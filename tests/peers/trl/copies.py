@@ -42,6 +42,16 @@ def replaced(file: str, *pairs: tuple[str, str]) -> Change:
     return change
 
 
+def together(*changes: Change) -> Change:
+    """Return a change that makes several, in their order."""
+
+    def change(root: Path) -> None:
+        for one in changes:
+            one(root)
+
+    return change
+
+
 def _methods(text: str, names: tuple[str, ...]) -> Iterator[ast.FunctionDef]:
     """Yield the functions of these names, the last one of the file first, so that edits leave the others where they are."""
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in names]

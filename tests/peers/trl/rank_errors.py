@@ -1,4 +1,4 @@
-"""Two ranks of TRL's adapter over gloo, of which one fails before each collective of ours; each prints what every case raised.
+"""Two ranks of TRL's adapter over gloo, of which one fails before each collective of ours.
 
 No engine and no trainer is built: the adapter's own methods run on stand-ins, and a weight that is sharded is one whose name is
 gathered before it is sent.
@@ -7,7 +7,6 @@ gathered before it is sent.
 from __future__ import annotations
 
 import datetime
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
@@ -38,6 +36,7 @@ from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
 from mismatch_ext.rollout import Provenance, SamplingSettings
+from tests.peers.forks import on_ranks
 
 STEP = 3
 
@@ -342,21 +341,22 @@ CASES: dict[str, Callable[[bool], Any]] = {
 }
 
 
-def main(rank: int, names: list[str]) -> None:
-    """Let each case fail on one rank."""
+def on_two(names: list[str]) -> list[dict[str, str]]:
+    """Return what each of two ranks raised in each case."""
+    return on_ranks(raised, 2, names=names)
+
+
+def raised(names: list[str]) -> dict[str, str]:
+    """Let each case fail on one rank, and return what this one raised."""
     warnings.simplefilter("ignore")
     PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(seconds=30))
-    assert WORLD.size == 2
+    found = {}
     for name in names:
         failing = 0 if name.startswith("served") else 1  # the main process asks servers
         try:
-            found = CASES[name](rank == failing)
-            said = found if isinstance(found, str) else "nothing"
+            said = CASES[name](WORLD.rank == failing)
+            said = said if isinstance(said, str) else "nothing"
         except Exception as error:  # noqa: BLE001  # that is what is looked at
             said = f"{type(error).__name__}: {error}"
-        print(f"{name}: {' '.join(said.split())}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+        found[name] = " ".join(said.split())
+    return found

@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`."""
+"""Two ranks: forks that have imported the peers, or processes under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.peers.scenarios import ROOT, Ran, Scenario
+from tests.peers.scenarios import ROOT, Ran, Run, Scenario, named
+
+scenarios = named("tests.peers.trl.scenarios_ranks")
 
 # accelerate runs a single process for `--cpu`; `--multi_gpu` is its name for torchrun, and the script says what it runs on.
 KINDS = {
@@ -27,9 +29,20 @@ ACCELERATE = [
 ]
 
 
-def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload: Any) -> Ran:
-    """Run a scenario on two ranks."""
+def launch(
+    run: Run,
+    kind: str,
+    scenario: Scenario,
+    out: Path,
+    limit: int = 300,
+    env: dict[str, str] | None = None,
+    **payload: Any,
+) -> Ran:
+    """Run a scenario on two ranks, in a way of `KINDS` or as DDP in "forks"; variables are read when the peers are imported."""
     given = {"out": str(out), "limit": limit, **payload}
+    if kind == "forks":
+        forked = {"module": scenario.module, "name": scenario.name, **given}
+        return run(scenarios.on_two, timeout=limit + 60, env=env, fresh=bool(env), **forked)
     command = [
         *ACCELERATE,
         *KINDS[kind],
@@ -38,7 +51,7 @@ def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload
         scenario.name,
         json.dumps(given, default=str),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from mismatch_ext.errors import NonFiniteLogprobError
+from mismatch_ext.ranks import WORLD
 from tests.peers.trl.scenarios_attach import FLOAT32, eager
 from tests.peers.trl.scenarios_bad_rows import spoiling, weigh_nothing
 from tests.peers.trl.scenarios_ranks import both, build, digest_of, main, outcome
 
 ACTS: dict[str, Any] = {"monitor": {"weight_sync": "error", "default_alarms": False, "max_bad_rows": 1.0}}
-RANK = int(os.environ["RANK"])
 SPOILED, ROW, BATCH = 1, 3, 2
 """Rank, row and batch of the fault."""
 
@@ -30,7 +29,7 @@ def built(model: str, out: str, **given: Any) -> Any:
 
 def one_bad_row(model: str, out: str) -> None:
     """Train with a fault in one row of 32, on one rank, and without it and with loss weight 0 for this row."""
-    rows = [ROW] if RANK == SPOILED else []
+    rows = [ROW] if WORLD.rank == SPOILED else []
     found, slopes = [], []
     for fault in (None, "nan"):
         trainer = built(model, f"{out}/{fault}", per_device_train_batch_size=16)
@@ -81,7 +80,7 @@ def _spoiled_pass(trainer: Any, ranks: list[int], *, in_loss: bool) -> Any:
     def scored(*args: Any, **kwargs: Any) -> Any:
         logps, *rest = score(*args, **kwargs)
         of_loss = torch.is_grad_enabled() and trainer.mm.rollouts is None
-        spoils = RANK in ranks and trainer.state.global_step == BATCH - 1
+        spoils = WORLD.rank in ranks and trainer.state.global_step == BATCH - 1
         at_once = of_loss if in_loss else trainer.mm.rollouts is not None
         return (logps * torch.nan if at_once and spoils else logps, *rest)
 

@@ -1,4 +1,4 @@
-"""Runs of the real TRL on two ranks over gloo: `accelerate launch ... --module tests.peers.trl.scenarios_ranks NAME '{json}'`.
+"""Runs of the real TRL on two ranks over gloo, in forks or by `accelerate launch ... --module MODULE NAME '{json}'`.
 
 A scenario runs on every rank, and each rank checks what it and the other one have found. Ranks that have lost each other print
 where they stand and give up after `limit` seconds.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import kl_sums
+from tests.peers.forks import on_ranks
 from tests.peers.trl.scenarios_routing import routes_of
 from tests.peers.trl.scenarios_training import arguments, forwards, graded, keep_names, rows
 
@@ -380,15 +382,26 @@ def overflow_on_one(trainer: Any, scales: list[Any]) -> None:
     trainer.training_step = training_step
 
 
-def main(scenarios: Mapping[str, Any]) -> None:
-    """Run the scenario of a module that is named on the command line."""
-    name, payload = sys.argv[1], json.loads(sys.argv[2])
-    faulthandler.dump_traceback_later(payload.pop("limit"), exit=True)
+def on_two(module: str, name: str, limit: int, **payload: Any) -> None:
+    """Run a scenario of a module on two forks of this process."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    scenario = getattr(importlib.import_module(module), name)
+    on_ranks(_on_rank, 2, limit + 30, scenario=scenario, seconds=limit, given=payload)
+
+
+def _on_rank(scenario: Callable[..., None], seconds: int, given: dict[str, Any]) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True)
     name_cpu()
     if SHARDED:
         shard_on_cpu()
-    scenarios[name](**payload)
+    scenario(**given)
     dist.barrier()
+
+
+def main(scenarios: Mapping[str, Any]) -> None:
+    """Run the scenario of a module that is named on the command line."""
+    name, payload = sys.argv[1], json.loads(sys.argv[2])
+    _on_rank(scenarios[name], payload.pop("limit"), payload)
     # vLLM's and torch's own threads may outlive main; nothing is left to save.
     sys.stdout.flush()
     os._exit(0)

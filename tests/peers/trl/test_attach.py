@@ -110,10 +110,8 @@ def test_the_first_block_of_the_page_on_trl(run: Run, dense: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def test_two_ranks(kind: str, dense_fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in without_float16_packing().items():
-        monkeypatch.setenv(name, value)
-    launch(kind, ranks.attached, tmp_path, model=dense_fp16).expect()
+def test_two_ranks(run: Run, kind: str, dense_fp16: Path, tmp_path: Path) -> None:
+    launch(run, kind, ranks.attached, tmp_path, env=without_float16_packing(), model=dense_fp16).expect()
 
 
 def test_weights_that_trl_did_not_send_are_noticed_when_it_samples(run: Run, dense: Path, tmp_path: Path) -> None:

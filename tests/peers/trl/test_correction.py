@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from mismatch_ext.ranks import ONE_PROCESS
 from tests.peers.scenarios import Run, named
 
 own = named("tests.peers.trl.scenarios_kl_terms")
@@ -39,28 +37,3 @@ def test_trls_own_modes_are_certified_by_enumeration(run: Run, dense: Path, tmp_
     for mode, judged in found.items():
         assert judged["theirs"] == pytest.approx(judged["ours"], rel=1e-5, abs=1e-6), mode
         assert judged["theirs"]["bias"] > 0.01, mode
-
-
-def test_a_clip_on_the_engines_ratio_is_warned_of_where_the_engine_is_coarser() -> None:
-    from mismatch_ext.adapters.trl.correction import coarse_engine
-
-    assert "phantom_clip_frac" in str(coarse_engine("float32", "bfloat16", None))
-    assert "fp8 weights" in str(coarse_engine("bfloat16", "bfloat16", "fp8"))
-    assert coarse_engine("bfloat16", "float32", None) is None
-
-
-def test_what_rejected_responses_add_to_the_advantages_of_the_others_is_measured() -> None:
-    from mismatch_ext.adapters.trl.correction import baseline_shift
-
-    rewards = torch.tensor([[1.0, 1, 1, 100], [1, 2, 3, 4]])
-    output = {
-        "prompt_ids": torch.tensor([[0, 5]] * 4 + [[6, 7]] * 4),
-        "prompt_mask": torch.tensor([[0, 1]] * 4 + [[1, 1]] * 4),
-        "advantages": (rewards - rewards.mean(1, keepdim=True)).flatten(),
-        "importance_sampling_ratio": torch.ones(8, 2),
-    }
-    mask = torch.ones(8, 2)
-    assert baseline_shift(output, mask, ONE_PROCESS) == 0
-    output["importance_sampling_ratio"][3] = 0
-    # The three that are kept, of seven rows, lose the 24.75 that the fourth has added to their mean.
-    assert baseline_shift(output, mask, ONE_PROCESS) == pytest.approx(3 / 7 * 24.75)

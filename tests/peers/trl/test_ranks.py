@@ -1,41 +1,38 @@
-"""Two processes over gloo under `accelerate launch`, DDP and FSDP2: with TRL's generation, and with a vLLM engine each."""
+"""Two processes over gloo, DDP and FSDP2: with TRL's generation, and with a vLLM engine each."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.peers.scenarios import named
+from tests.peers.scenarios import Run, named
 from tests.peers.trl.ranks import launch
-from tests.rendezvous import rendezvous
 
 bad_ranks = named("tests.peers.trl.scenarios_bad_ranks")
+rank_errors = named("tests.peers.trl.rank_errors")
 scenarios = named("tests.peers.trl.scenarios_ranks")
 
 pytestmark = pytest.mark.engine
 EACH_KIND = pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 
 
-def test_no_rank_waits_for_one_that_logs_by_itself(dense: Path, tmp_path: Path) -> None:
-    launch("ddp", scenarios.alone, tmp_path, limit=60, dense=dense).expect()
+def test_no_rank_waits_for_one_that_logs_by_itself(run: Run, dense: Path, tmp_path: Path) -> None:
+    launch(run, "forks", scenarios.alone, tmp_path, dense=dense).expect()
+
+
+@pytest.mark.parametrize("kind", ["forks", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_sections_on_two_ranks_are_those_of_both(run: Run, kind: str, moe: Path, dense: Path, tmp_path: Path) -> None:
+    launch(run, kind, scenarios.transformers, tmp_path, model=moe, dense=dense).expect()
 
 
 @EACH_KIND
-def test_sections_on_two_ranks_are_those_of_both(kind: str, moe: Path, dense: Path, tmp_path: Path) -> None:
-    launch(kind, scenarios.transformers, tmp_path, model=moe, dense=dense).expect()
+def test_an_engine_for_each_rank(run: Run, kind: str, moe: Path, tmp_path: Path) -> None:
+    launch(run, kind, scenarios.engines, tmp_path, model=moe).expect()
 
 
-@EACH_KIND
-def test_an_engine_for_each_rank(kind: str, moe: Path, tmp_path: Path) -> None:
-    launch(kind, scenarios.engines, tmp_path, model=moe).expect()
-
-
-def test_an_error_on_one_rank_ends_both(moe: Path, tmp_path: Path) -> None:
-    ran = launch("ddp", scenarios.one_fails, tmp_path, model=moe)
+def test_an_error_on_one_rank_ends_both(run: Run, moe: Path, tmp_path: Path) -> None:
+    ran = launch(run, "forks", scenarios.one_fails, tmp_path, model=moe)
     assert ran.code != 0 and "the loss was computed without a replayed forward pass" in ran.stderr
     assert "Timeout" not in ran.stderr
 
@@ -59,24 +56,8 @@ ENDS = {
 }
 
 
-def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
-    meet = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", **rendezvous()}
-    command = [sys.executable, "-m", "tests.peers.trl.rank_errors"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), *ENDS],
-            env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = [dict(line.split(": ", 1) for line in lines if line.split(": ")[0] in ENDS) for lines in told]
+def test_no_rank_waits_for_one_that_fails_before_a_collective(run: Run) -> None:
+    found = run(rank_errors.on_two, names=list(ENDS)).expect()
     for ends in found:
         assert {name: words for name, words in ENDS.items() if words not in ends.get(name, "")} == {}
     assert [ends["served routes"] for ends in found] == ["got [0, 1]", "got [2, 3]"]
@@ -89,10 +70,10 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
 
 @pytest.mark.numeric
 @EACH_KIND
-def test_one_bad_row_of_32_on_one_rank_has_no_weight_on_both(kind: str, dense: Path, tmp_path: Path) -> None:
-    launch(kind, bad_ranks.one_bad_row, tmp_path, model=dense).expect()
+def test_one_bad_row_of_32_on_one_rank_has_no_weight_on_both(run: Run, kind: str, dense: Path, tmp_path: Path) -> None:
+    launch(run, kind, bad_ranks.one_bad_row, tmp_path, model=dense).expect()
 
 
 @pytest.mark.numeric
-def test_rows_that_are_not_finite_are_judged_over_all_ranks(dense: Path, tmp_path: Path) -> None:
-    launch("ddp", bad_ranks.nowhere_finite, tmp_path, model=dense).expect()
+def test_rows_that_are_not_finite_are_judged_over_all_ranks(run: Run, dense: Path, tmp_path: Path) -> None:
+    launch(run, "ddp", bad_ranks.nowhere_finite, tmp_path, model=dense).expect()

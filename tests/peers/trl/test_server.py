@@ -59,9 +59,9 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
 
 
 def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
-    moe: Path, server: str, tmp_path: Path
+    run: Run, moe: Path, server: str, tmp_path: Path
 ) -> None:
-    launch("ddp", ranks.train, tmp_path, limit=200, model=moe, url=server).expect()
+    launch(run, "ddp", ranks.train, tmp_path, limit=200, model=moe, url=server).expect()
 
 
 def test_runs_without_a_block_measured_or_attached_are_stock(run: Run, moe: Path, server: str, tmp_path: Path) -> None:

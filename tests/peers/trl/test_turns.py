@@ -34,5 +34,5 @@ def test_a_function_that_asks_the_engine_agrees_and_what_it_does_wrong_is_named(
 
 
 @pytest.mark.nightly
-def test_ranks_of_a_sharded_model_wait_for_no_turn_of_each_other(tmp_path: Path) -> None:
-    launch("fsdp2", ranks.unequal, tmp_path, limit=200).expect()
+def test_ranks_of_a_sharded_model_wait_for_no_turn_of_each_other(run: Run, tmp_path: Path) -> None:
+    launch(run, "fsdp2", ranks.unequal, tmp_path, limit=200).expect()

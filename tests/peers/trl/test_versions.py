@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -42,7 +44,9 @@ def test_overrides_pass_on_what_a_later_release_adds() -> None:
     host = type("Host", (), dict.fromkeys(overridden, lambda self, *_, **named: heard.append(named)))
     mine: Any = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
     mine.args = None
-    assert set(overridden) == set(importlib.import_module("mismatch_ext.adapters.trl.seams").OVERRIDDEN)
+    measured, stepped, *_ = importlib.import_module("mismatch_ext.adapters.trl.upstream").LIST["hook"]
+    names = {name.rpartition(".")[2].partition("(")[0] for name in (*measured["names"], *stepped["names"])}
+    assert set(overridden) == names
     for name, method in overridden.items():
         needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]
         positional = [None for one in needed[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -63,6 +67,41 @@ def test_the_server_clients_overrides_do_so_too(monkeypatch: pytest.MonkeyPatch)
     for name, arguments in given.items():
         getattr(mine, name)(*arguments, of_a_later_release=True)
         assert heard.pop() == {"of_a_later_release": True}, name
+
+
+def test_the_list_says_what_the_source_uses_and_trl_has_it() -> None:
+    script = runpy.run_path(str(ROOT / "docs/trl_list.py"))
+    assert script["LIST"].read_text() == script["written"](), "run `python docs/trl_list.py`"
+    upstream = importlib.import_module("mismatch_ext.adapters.trl.upstream")
+    for name in upstream.LIST["imports"]:
+        module, _, attribute = name.partition(":")
+        if not module.startswith("vllm"):  # whose engine takes long to import
+            assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(
+                f"{module}.{attribute}"
+            ), name
+    trainers = importlib.import_module("trl")
+    kinds = {*trainers.GRPOTrainer.__mro__, *trainers.RLOOTrainer.__mro__} - {object}
+    source = "".join(inspect.getsource(kind) for kind in kinds)
+    ours = {"mm", "__mro__"}
+    assert [name for name in upstream.LIST["reads"]["trainer"].keys() - ours if name not in source] == []
+    batches = "".join(inspect.getsource(kind) for kind in (trainers.GRPOTrainer, trainers.RLOOTrainer))
+    of_vllm = {"num_cached_tokens"}
+    assert [key for key in upstream.LIST["reads"]["batch"].keys() - of_vllm if f'"{key}"' not in batches] == []
+
+
+def test_a_trl_without_a_method_is_refused_by_name_by_the_sections_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compat = importlib.import_module("mismatch_ext.adapters.compat")
+    trainer = importlib.import_module("trl").GRPOTrainer
+    here = {"trl", "GRPOTrainer"}
+    monkeypatch.delattr(trainer, "_calculate_rewards")
+    compat.check(("trl",), ("monitor", "monitor.weight_sync"), here)  # `mismatch={}` has no part in rewards
+    with pytest.raises(SeamError, match=r"mismatch.lr: .*GRPOTrainer._calculate_rewards is not there"):
+        compat.check(("trl",), ("monitor", "lr"), here)
+    monkeypatch.delattr(trainer, "_generate")
+    with pytest.raises(SeamError, match=r"the mismatch block: .*GRPOTrainer._generate is not there"):
+        compat.check(("trl",), ("monitor",), here)
 
 
 @pytest.fixture

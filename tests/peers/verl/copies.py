@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.peers.trl.copies import Change, documented, replaced, with_argument
+from tests.peers.trl.copies import Change, documented, replaced, together, with_argument
 
 ENGINE, LOSS, ALGOS = (
     "verl/workers/engine/fsdp/transformer_impl.py",
@@ -34,35 +34,31 @@ ROLLED = "input_ids_rmpad_rolled = torch.roll(input_ids_rmpad, shifts=-1, dims=1
 HEAD = "    def prepare_model_inputs(self, micro_batch: TensorDict):\n"
 HELPER = "    def _rolled(self, ids):\n        return torch.roll(ids, shifts=-1, dims=1)\n\n"
 
-HARMLESS: dict[str, Change] = {
-    "docstrings and comments": documented(TOUCHED),
-    "a keyword argument in each method": with_argument(TOUCHED),
-    "a helper out of prepare_model_inputs": replaced(
-        ENGINE, (ROLLED, "input_ids_rmpad_rolled = self._rolled(input_ids_rmpad)"), (HEAD, HELPER + HEAD)
-    ),
-}
-"""By name, what changes nothing that we depend on."""
+HARMLESS = together(
+    # A helper out of prepare_model_inputs.
+    replaced(ENGINE, (ROLLED, "input_ids_rmpad_rolled = self._rolled(input_ids_rmpad)"), (HEAD, HELPER + HEAD)),
+    documented(TOUCHED),
+    with_argument(TOUCHED),
+)
+"""Changes nothing that we depend on."""
 
-HARMFUL: dict[str, tuple[Change, str, str]] = {
-    "rows dropped by prepare_model_inputs": (
-        replaced(ENGINE, ('"input_ids": input_ids_rmpad,', '"input_ids": input_ids_rmpad[:, :-1],')),
-        "mismatch.sampling_mask and mismatch.routing.mode='R2'",
-        "lays [3, 4,",
+OFF = "loss_agg_mode='token-mean': on made-up rows the loss is off by"
+HARMFUL: dict[str, tuple[Change, dict[str, str]]] = {
+    "another mean of the loss, and rows dropped by prepare_model_inputs": (
+        together(
+            replaced(ALGOS, ("/ batch_num_tokens * dp_size", "/ batch_num_tokens * dp_size * 2")),
+            replaced(ENGINE, ('"input_ids": input_ids_rmpad,', '"input_ids": input_ids_rmpad[:, :-1],')),
+        ),
+        {"mismatch.kl": OFF, "mismatch.sampling_mask and mismatch.routing.mode='R2'": "lays [3, 4,"},
     ),
-    "another mean of the loss": (
-        replaced(ALGOS, ("/ batch_num_tokens * dp_size", "/ batch_num_tokens * dp_size * 2")),
-        "mismatch.kl",
-        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
-    ),
-    "weights that the loss leaves out": (
-        replaced(ALGOS, ("        pg_losses = pg_losses * rollout_is_weights", "        pass")),
-        "mismatch.kl",
-        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
-    ),
-    "micro-batches that are run past forward_step": (
-        replaced(ENGINE, ("self.forward_step(micro_batch,", "FSDPEngineWithLMHead.forward_step(self, micro_batch,")),
-        "mismatch.routing",
-        "ran 4 of 4 samples without its forward_step",
+    "weights that the loss leaves out, and micro-batches that are run past forward_step": (
+        together(
+            replaced(ALGOS, ("        pg_losses = pg_losses * rollout_is_weights", "        pass")),
+            replaced(
+                ENGINE, ("self.forward_step(micro_batch,", "FSDPEngineWithLMHead.forward_step(self, micro_batch,")
+            ),
+        ),
+        {"mismatch.kl": OFF, "mismatch.routing": "ran 4 of 4 samples without its forward_step"},
     ),
 }
-"""What changes what we depend on, which section the refusal names, and what it says was seen."""
+"""What changes what we depend on; for each section that a refusal names, what it says was seen."""

@@ -22,11 +22,10 @@ def on_copy(run: Run, model: Path, folder: Path, change: Change) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", HARMLESS)
 def test_a_newer_version_that_does_the_same_runs_with_one_warning_and_the_same_numbers(
-    run: Run, moe: Path, tmp_path: Path, name: str
+    run: Run, moe: Path, tmp_path: Path
 ) -> None:
-    found = on_copy(run, moe, tmp_path / "copy", HARMLESS[name])
+    found = on_copy(run, moe, tmp_path / "copy", HARMLESS)
     stock = run(scenarios.newer, model=moe).expect()
     assert stock["untested"] == stock["refused"] == found["refused"] == []
     assert len(found["untested"]) == 1 and "verl 0.9.2" in found["untested"][0]
@@ -37,8 +36,9 @@ def test_a_newer_version_that_does_the_same_runs_with_one_warning_and_the_same_n
 def test_a_newer_version_that_does_something_else_is_refused_by_what_was_seen(
     run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
-    change, section, seen = HARMFUL[name]
-    refused, *_ = on_copy(run, moe, tmp_path / "copy", change)["refused"]
-    assert refused.startswith(section) and seen in refused
-    # What is seen at the start is advised on; what a pass shows may also be an override of the user's own.
-    assert ("pip install verl==0.9.1" in refused) != ("forward_step" in seen)
+    change, seen = HARMFUL[name]
+    refused = on_copy(run, moe, tmp_path / "copy", change)["refused"]
+    for section, words in seen.items():
+        (said,) = {line for line in refused if line.startswith(section) and words in line}
+        # What is seen at the start is advised on; what a pass shows may also be an override of the user's own.
+        assert ("pip install verl==0.9.1" in said) != ("forward_step" in said)
