@@ -93,7 +93,6 @@ def worker(sharing: int) -> tuple[float, float]:
             return count
 
     engine: Any = object.__new__(replay.EngineReplay)
-    engine._judged_marks = set()
     engine.config = SimpleNamespace(mode="R3")
     engine.layout = SimpleNamespace(layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=TOP_K)
     engine.weight_version, engine.takes_older = None, False
@@ -109,17 +108,20 @@ def worker(sharing: int) -> tuple[float, float]:
     def one_pass(judged: bool) -> None:
         """Do what a pass does before the model runs, with all samples in one micro-batch."""
         batch = Batch(data)
-        proofs = replay.proofs_of(batch)
+        if judged:
+            engine._judged = {}
+        proofs = engine._prove(batch)
         if not judged:
             replay.other_than_recorded(proofs, replay.needed(batch))
         engine.ingest(batch, 0, proofs, judged=judged)
+        if judged:
+            engine._judged = dict(zip(engine._marks, proofs, strict=True))
         engine.piece(layout, list(range(count)))
 
     for name, stand_in in shared.items():
         setattr(replay, name, stand_in)
     try:
         scoring = best(lambda: one_pass(judged=True)) / count
-        engine._judged_marks = set(engine._marks)  # as that pass leaves it, for the update
         return scoring, best(lambda: one_pass(judged=False)) / count
     finally:
         for name, function in before.items():

