@@ -209,7 +209,7 @@ def _of_no_effect(overrides: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each setting that was added where verl reads the fields of a dataclass and has none of this name."""
     from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 
-    kinds = {"algorithm": AlgoConfig, "algorithm.rollout_correction": RolloutCorrectionConfig}
+    kinds: dict[str, type[Any]] = {"algorithm": AlgoConfig, "algorithm.rollout_correction": RolloutCorrectionConfig}
     for override in overrides:
         path = override.partition("=")[0]
         place, _, name = path.lstrip("+").rpartition(".")
