@@ -1,4 +1,4 @@
-"""Which scale of the gap an alarm should read: false and missed alarms in nats and in log-odds.
+"""Which scale of the gap an alarm should read: false and missed alarms in nats, in log-odds, and by a robust k3.
 
     python -m benchmarks alarms --record evidence/alarms.json
 
@@ -37,9 +37,12 @@ KNIFE_EDGE_EVERY = 2
 CANDIDATES = (
     Rule(metric="logp_abs_diff_mean", above=0.1),
     Rule(metric="k3_kl", above=1e-3),
+    Rule(metric="k3_median", above=1e-3),
+    Rule(metric="k3_median_low", above=1e-3),
     Rule(metric="log_odds_abs_diff_mean", above=0.3),
     Rule(metric="log_odds_abs_diff_mean", above=0.5),
     Rule(metric="k3_growth_low", above=2.0),
+    Rule(metric="k3_median_growth_low", above=2.0),
     Rule(metric="log_odds_growth_low", above=2.0),
 )
 """The default alarms of the gap, and what could stand beside them or take their place. All wait for three logs in a row."""
@@ -193,6 +196,7 @@ def gaps(policy: Policy, scenario: Scenario, *, rising: bool, seed: int) -> Iter
         metrics = gap_metrics(gap_sums(old=scored, rollout=sampled, mask=torch.ones_like(scored)))
         for name, gap in (
             ("k3", metrics["k3_kl"]),
+            ("k3_median", metrics["k3_median"]),
             # Squared, so that it grows as k3 does, and the same floor and bound hold.
             ("log_odds", metrics.get("log_odds_abs_diff_mean", 0.0) ** 2),
         ):
@@ -267,7 +271,7 @@ def run() -> Iterator[dict[str, Any]]:
                     runs[name, direction, seed] = list(gaps(policy, scenario, rising=rising, seed=seed))
     for (name, direction, seed), steps in [*clean.items(), *faulty.items()]:
         if seed == SEEDS[0]:
-            shown = ("logp_abs_diff_mean", "k3_kl", "log_odds_abs_diff_mean")
+            shown = ("logp_abs_diff_mean", "k3_kl", "k3_median", "log_odds_abs_diff_mean")
             by_metric = {
                 metric: [float(f"{steps[at].get(metric, 0.0):.2g}") for at in (BEGINS, STEPS - 1)] for metric in shown
             }

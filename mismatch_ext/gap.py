@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ MEANS_OF = 4_000_000
 SURE = 1e-4
 """Probability that a token leaves to all others, below which its log-odds are not counted: a float32 log-probability, whose error
 is about 1e-7, is then off by more than a thousandth of it."""
+BLOCKS = 16
+"""Blocks of responses for the median of means: up to seven of them may hold an outlier. A choice."""
+COVERED = 0.95
+"""Least coverage of the interval of the median of means."""
+FIXED_POINT = 1 << 20
+"""Parts of a nat in which a response's block is drawn, so that the sum over its tokens is the same in any order."""
 TOGETHER = 1 << 20
 """Tokens that are measured together, because a large batch widened to float64 would take gigabytes."""
 
@@ -89,6 +96,36 @@ def log_odds(logprobs: Tensor) -> Tensor:
     """
     known = logprobs.double().clamp(max=math.log1p(-SURE))
     return known - (-torch.expm1(known)).log()
+
+
+def median_of_means(sums: Tensor, counts: Tensor) -> tuple[float, float | None, float | None]:
+    """Return the median of the means of blocks, and both ends of its interval.
+
+    It stays where it is if less than half of the blocks hold an outlier (Nemirovsky and Yudin 1983; Lugosi and Mendelson 2019,
+    arXiv 1906.04280). The interval of at least `COVERED` is between two order statistics of the blocks' means, by the binomial
+    distribution, so that it assumes nothing about the tails. It is an interval of the median of such means, which lies below the
+    mean of a distribution with a long upper tail.
+
+    Args:
+        sums: Sum over the entries of each block `[K]`.
+        counts: Number of entries of each block `[K]`; a block without any is left out.
+
+    Returns:
+        The median, and the lower and upper end; None for both if fewer than six blocks have an entry. NaN if no block has one.
+    """
+    filled = counts > 0
+    means = (sums[filled].double() / counts[filled]).sort().values.tolist()
+    if not means:
+        return math.nan, None, None
+    count = len(means)
+    # How many of the smallest, and of the largest, are left out: as many as the coverage allows.
+    outside, beyond = -1, 0.0
+    while 2 * (beyond + math.comb(count, outside + 1) / 2**count) <= 1 - COVERED:
+        outside += 1
+        beyond += math.comb(count, outside) / 2**count
+    if outside < 0:
+        return median(means), None, None
+    return median(means), means[outside], means[count - 1 - outside]
 
 
 def gap_sums(
@@ -141,7 +178,7 @@ def gap_sums(
             drawn = means[rows].to(mask.device).repeat_interleave(lengths[rows])
             of_means = _Tokens(mask=mask[places] & drawn, **chunk)
         found = every.tails()
-        found |= of_means.means() | of_means.profiles()
+        found |= of_means.means() | of_means.blocks() | of_means.profiles()
         parts.append(found | of_means.sample(sample, generator))
     return merged(*parts)
 
@@ -182,6 +219,7 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         "logp_abs_diff_mean": s["abs"] / n,
         "kl": -s["d"] / n,
         "k3_kl": s["k3"] / n,
+        **_robust_k3(sums["block_k3"], sums["block_tokens"]),
         **({"log_odds_abs_diff_mean": s["log_odds_abs"] / s["unsure"]} if s["unsure"] else {}),
         "seq_kl": -s["seq"] / m,
         "seq_k3_kl": s["seq_k3"] / m,
@@ -337,6 +375,20 @@ class _Tokens:
         pairs = torch.stack([self.p, self.q])
         return _fetched(scalars) | {"moments:p": moments(pairs).cpu(), "moments:rows": moments(rows).cpu()}
 
+    def blocks(self) -> Sums:
+        """Return the sums of k3 and of tokens by block of responses, for the median of means."""
+        # A response's block comes from its own log-probabilities, so that batches and ranks may be cut in any way.
+        fixed = (self.rollout.clamp(min=-1e6) * FIXED_POINT).round().long()
+        of_row = fixed.new_zeros(self.size).index_add_(0, self.rows, fixed)
+        mixed = (
+            of_row * 0x9E3779B97F4A7C1 >> 24
+        )  # multiplicative hashing (Knuth), whose middle bits depend on all lower ones
+        block = mixed.remainder(BLOCKS)[self.rows].cpu()
+        return {
+            "block_k3": torch.bincount(block, weights=self.k3.cpu(), minlength=BLOCKS),
+            "block_tokens": torch.bincount(block, minlength=BLOCKS).double(),
+        }
+
     def profiles(self) -> Sums:
         """Return the sums of each bin; on the CPU, because on an accelerator deterministic algorithms refuse them."""
         sums: Sums = {}
@@ -369,6 +421,13 @@ def _fetched(scalars: Mapping[str, Tensor]) -> Sums:
     """Return scalars as float64 on the CPU, by one transfer: on an accelerator each separate one would wait for the device."""
     values = torch.stack([value.double() for value in scalars.values()]).cpu()
     return dict(zip(scalars, values, strict=True))
+
+
+def _robust_k3(sums: Tensor, counts: Tensor) -> dict[str, float]:
+    """Return the median of means of k3, and its interval where enough blocks have a token."""
+    middle, low, high = median_of_means(sums, counts)
+    found = {"k3_median": middle, "k3_median_low": low, "k3_median_high": high}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _largest(values: Tensor) -> Tensor:

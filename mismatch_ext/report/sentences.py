@@ -31,6 +31,8 @@ DOCTOR = {
     "stock verl": "mismatch-ext doctor --verl OVERRIDES --out DIR, with those of main_ppo",
 }
 """The doctor's command, by who wrote a log without this package."""
+OF_ROLLOUTS = "mismatch-ext doctor --model PATH --rollouts FILE --out DIR"
+"""The doctor's command for a framework whose settings it does not read, though it reads the rollouts that it logs."""
 ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
 TELL_APART = (
     "let rollouts be less stale, so that a batch has tokens of the weights that score it, "
@@ -228,4 +230,5 @@ def _ask(run: RunData, worst: RunVerdict, why: Sequence[Why]) -> str:
     """Send the owner of a log without this package to the doctor, unless the gap is small or the doctor was asked."""
     if why or not run.is_host_log or worst.level not in (WARNED, ELEVATED, LARGE):
         return ""
-    return f" To learn why: {DOCTOR[run.header['run']['host']]} (docs/doctor.md). What acts on it: docs/index.md, By symptom."
+    command = DOCTOR.get(run.header["run"]["host"], OF_ROLLOUTS)
+    return f" To learn why: {command} (docs/doctor.md). What acts on it: docs/index.md, By symptom."

@@ -23,6 +23,7 @@ from mismatch_ext.gap import (
     gap_sums,
     k3,
     log_odds,
+    median_of_means,
     rows_of_means,
 )
 from mismatch_ext.names import MEASURES
@@ -71,6 +72,23 @@ def test_of_tokens_that_both_sides_are_sure_of_no_log_odds_are_compared() -> Non
     assert "log_odds_abs_diff_mean" not in metrics_of(logprobs[:, :2], other[:, :2], torch.ones(1, 2))
 
 
+@pytest.mark.parametrize(("blocks", "outside"), [(5, None), (6, 0), (16, 3)])
+def test_the_interval_of_a_median_of_means_is_the_binomials(blocks: int, outside: int | None) -> None:
+    means = torch.arange(blocks, dtype=torch.float64)
+    counts = torch.full((blocks,), 4.0)
+    middle, low, high = median_of_means(means * 4, counts)
+    assert middle == (blocks - 1) / 2
+    if outside is None:
+        assert low is None and high is None
+        return
+    assert (low, high) == (outside, blocks - 1 - outside)
+    # A block without a token is left out.
+    assert median_of_means(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 1.0])) == (3.0, None, None)
+    # Chance that the median lies outside, by counting how many of the blocks are below it.
+    below = [math.comb(blocks, k) / 2**blocks for k in range(outside + 2)]
+    assert 2 * sum(below[:-1]) <= 0.05 < 2 * sum(below)
+
+
 def test_saturation_is_a_share_of_tokens_and_of_sequences_apart() -> None:
     # Row 0: one token, d = 1e4, so both it and its sequence saturate. Row 1: 500 + 500, only the sum does. Row 2: 0.
     old, rollout = torch.zeros(3, 2), torch.tensor([[-1e4, 0.0], [-500.0, -500.0], [0.0, 0.0]])
@@ -108,7 +126,8 @@ def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
     assert got["logp_abs_diff_mean"] == 2.0**-20
     assert got["k3_kl"] == pytest.approx(float(k3_exact(2.0**-20)), rel=1e-9)
     assert got["log_ppl_abs_diff"] == pytest.approx(2.0**-20, rel=1e-12)
-    assert set(got) == set(MEASURES)
+    of_many_rows = {"k3_median_low", "k3_median_high"}
+    assert set(got) == set(MEASURES) - of_many_rows
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])

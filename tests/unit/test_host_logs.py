@@ -121,6 +121,7 @@ def test_what_people_paste_of_a_run(name: str, text: Callable[[], str], metric: 
     (run,) = load_runs(tmp_path / name).values()
     steps, gaps = run.series(metric)
     assert steps == [1, 2, 3] and gaps == pytest.approx(GAPS)
+    assert "To learn why: mismatch-ext doctor" in build(tmp_path / name).verdict
 
 
 @pytest.mark.parametrize(("k3", "level"), [(1e-5, "small"), (2e-3, "elevated"), (0.02, "large")])

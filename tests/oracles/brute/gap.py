@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 Token = tuple[float, float]
 """The trainer's and the engine's log-probability."""
@@ -26,6 +27,7 @@ def metrics(rows: list[list[Token]]) -> dict[str, float]:
         "logp_abs_diff_max": max(abs(x) for x in d),
         "kl": -mean(d),
         "k3_kl": mean([k3(x) for x in d]),
+        "k3_median": median(means_of_blocks(rows)),
         "seq_kl": -mean(totals),
         "seq_k3_kl": mean([k3(x) for x in totals]),
         "seq_logp_abs_diff_mean": mean([abs(x) for x in totals]),
@@ -49,6 +51,17 @@ def metrics(rows: list[list[Token]]) -> dict[str, float]:
         "rollout_probs_diff_max": max(p_diff),
         "rollout_probs_pearson": pearson(p, q),
     }
+
+
+def means_of_blocks(rows: list[list[Token]]) -> list[float]:
+    """Return the mean k3 of each of 16 blocks of rows that has one."""
+    blocks: dict[int, list[float]] = {}
+    for row in rows:
+        # As 64-bit integers multiply: the sum of the engine's log-probabilities in parts of a nat, hashed.
+        total = sum(round(rollout * 2**20) for _, rollout in row) * 0x9E3779B97F4A7C1 % 2**64
+        signed = total - 2**64 if total >= 2**63 else total
+        blocks.setdefault((signed >> 24) % 16, []).extend(k3(old - rollout) for old, rollout in row)
+    return [mean(values) for values in blocks.values()]
 
 
 def mean(values: list[float]) -> float:
