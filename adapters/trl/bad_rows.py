@@ -3,16 +3,18 @@
 TRL divides by numbers of tokens and rows, and its masks change these numbers. So a bad row stays in the batch and keeps its
 mask. Its log-probabilities and entropies become constants where the scoring pass returns them, and its advantage is 0: nothing
 that TRL's loss makes of the row has a gradient. A mixture's auxiliary loss has no loss weights, so that the row stays in it.
-Constants and the batch's other numbers are equal, so that each ratio is 1, and what TRL logs of the row is finite.
+Constants and the batch's other numbers are equal, so that each ratio is 1 and each KL is 0, and what TRL logs of the row is
+finite.
 
 A scoring pass knows a bad row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad,
-both are, also if their images differ. Rows of earlier steps, as in a user's replay buffer, keep what they got here: their
-advantage is 0, and their KL counts.
+both are, also if their images differ. A replay buffer may hold rows of any earlier batch, so the run remembers a mark of each bad
+row, made of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -32,6 +34,37 @@ NEUTRAL = {
     "importance_sampling_ratio": 1.0,
 }
 """What a bad row has instead, by TRL's keys of its batches; 0 is also the constant of `as_constants`."""
+REMEMBERED = 100_000
+"""How many bad rows a run remembers, for rows whose batch is no longer known."""
+
+
+class Remembered:
+    """The marks of the newest bad rows of a run."""
+
+    def __init__(self) -> None:
+        self._marks: dict[bytes, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def __contains__(self, key: RowKey) -> bool:
+        return _mark_of(key) in self._marks
+
+    def add(self, keys: Iterable[RowKey]) -> None:
+        """Remember rows, and forget the oldest ones."""
+        for mark in map(_mark_of, keys):
+            self._marks.pop(mark, None)
+            self._marks[mark] = None
+        while len(self._marks) > REMEMBERED:
+            del self._marks[next(iter(self._marks))]
+
+
+def _mark_of(key: RowKey) -> bytes:
+    """Return the mark of a row of these tokens."""
+    prompt, completion = key
+    digest = blake2b(prompt, digest_size=8, salt=len(completion).to_bytes(8, "little"))
+    digest.update(completion)
+    return digest.digest()
 
 
 def take_out(output: dict[str, Any], bad: Tensor) -> None:
@@ -40,8 +73,6 @@ def take_out(output: dict[str, Any], bad: Tensor) -> None:
         values = output.get(name)
         if values is not None:
             of_rows = bad.view(-1, *[1] * (values.dim() - 1))
-            if name == "ref_per_token_logps":
-                of_rows = of_rows & ~values.isfinite()  # a user's replay buffer may train on the row's KL later on
             output[name] = torch.where(of_rows, value, values)
 
 

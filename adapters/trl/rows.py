@@ -72,11 +72,6 @@ class RowTables:
             self._of_evaluation = [table]
         return table
 
-    @property
-    def have_bad_rows(self) -> bool:
-        """Whether any row is bad."""
-        return any(any(table.bad.values()) for table in (*self._of_training, *self._of_evaluation))
-
     def newest(self, *, training: bool) -> list[RowTable]:
         """Return the tables, the newest one of training or of evaluation first."""
         if training:

@@ -284,8 +284,8 @@ class TrlRun(TrainerRun):
 
     def loss(self, host: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a micro-batch as TRL does, with the block's terms."""
-        with self.scoring.of_loss(inputs):
-            return self.centering.added(self.objective.loss, host, model, inputs, *args, **kwargs)
+        with self.scoring.of_loss(inputs) as known:
+            return self.centering.added(self.objective.loss, host, model, known, *args, **kwargs)
 
     def learning_rate(self, host: Callable[..., float], *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.bad_rows import as_constants, include_equal_rows
+from mismatch_ext.adapters.trl.bad_rows import Remembered, as_constants, include_equal_rows, take_out
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, is_of, share
 from mismatch_ext.adapters.trl.rows import (
@@ -66,6 +66,7 @@ class Scoring:
         self.replayed: set[RowKey] | None = None  # rows that were replayed for the loss that is being computed
         self._has_gradients = False  # whether that loss has; then only passes with gradients count
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
+        self.remembered = Remembered()
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -112,7 +113,7 @@ class Scoring:
         rows = (input_ids, attention_mask, logits_to_keep)
         trained = not self.is_reference(model) and self._is_trained(model)
         # Outside of a loss, TRL scores new rows without gradients: of these it is not known yet whether they are bad.
-        may_be_bad = trained and self.tables.have_bad_rows and (self.replayed is not None or torch.is_grad_enabled())
+        may_be_bad = trained and bool(self.remembered) and (self.replayed is not None or torch.is_grad_enabled())
         if not self.sections and not may_be_bad:
             return cast("Scores", host(model, *rows, *args, **options))
         keys = row_keys(*rows)
@@ -241,12 +242,26 @@ class Scoring:
     # One loss.
 
     @contextmanager
-    def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Keep the passes over a micro-batch while its loss is computed; raise ReplayError if a row of it was not replayed."""
+    def of_loss(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Know the bad rows of a micro-batch, and that its rows are replayed, while its loss is computed.
+
+        Yields the inputs, in which no bad row has numbers of its own.
+
+        Args:
+            inputs: What `_compute_loss` is given.
+
+        Raises:
+            ReplayError: A row was not replayed.
+        """
+        keys = row_keys(*rows_of_batch(inputs)) if self.sections or self.remembered else []
+        bad = self._are_bad(keys)
+        if bool(bad.any()):
+            inputs = dict(inputs)
+            take_out(inputs, bad.to(inputs["completion_ids"].device))
         self.replayed, self._has_gradients, self.passes = set(), torch.is_grad_enabled(), []
         try:
-            yield
-            if self.sections and not self.replayed.issuperset(row_keys(*rows_of_batch(inputs))):
+            yield inputs
+            if self.sections and not self.replayed.issuperset(keys):
                 raise self.refusal()
         finally:
             self.replayed = self.passes = None
@@ -262,13 +277,14 @@ class Scoring:
     def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return which rows of a micro-batch are bad `[B]`, bool."""
         completions = inputs["completion_ids"]
-        if not self.tables.have_bad_rows:
+        if not self.remembered:
             return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
         return self._are_bad(row_keys(*rows_of_batch(inputs))).to(completions.device)
 
     def _are_bad(self, keys: Sequence[RowKey]) -> Tensor:
         judged = find_in((table.bad for table in self._tables()), keys)
-        return torch.tensor([bool(one) for one in judged], dtype=torch.bool)
+        bad = [key in self.remembered if one is None else one for key, one in zip(keys, judged, strict=True)]
+        return torch.tensor(bad, dtype=torch.bool)
 
     # A batch that has been scored.
 
@@ -321,6 +337,7 @@ class Scoring:
         keys = row_keys(*rows_of_batch(output))
         include_equal_rows(bad, keys)
         self.batch.table.judge(keys, bad.faults)
+        self.remembered.add(keys[row] for row in bad.faults)
 
     # Models.
 

@@ -22,9 +22,12 @@ _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_
 
 def _concerns(config: Any) -> bool:
     """Tell whether a configuration has a block, or was prepared for one that its user has removed since."""
-    group = config.get("actor_rollout_ref")
-    prepared = group is not None and group.get("mismatch") is not None
-    return prepared or config.get("mismatch") is not None
+    if config.get("mismatch") is not None:
+        return True
+    group = config.get("actor_rollout_ref") or {}
+    rollout = group.get("rollout") or {}
+    handed_on = rollout.get("custom") or {}
+    return handed_on.get("mismatch") is not None
 
 
 def _make(original: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:

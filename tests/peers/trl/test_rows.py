@@ -36,7 +36,8 @@ def test_the_newest_batch_with_a_row_tells_of_it() -> None:
 def test_the_replay_of_some_rows_does_not_stand_for_that_of_others() -> None:
     scoring: Any = object.__new__(Scoring)
     vars(scoring).update(
-        routing=SimpleNamespace(config=SimpleNamespace(mode="R3")), masking=None, trainer=SimpleNamespace(),
+        routing=SimpleNamespace(config=SimpleNamespace(mode="R3")), masking=None, trainer=SimpleNamespace(), remembered=(),
+        _are_bad=lambda keys: torch.zeros(len(keys)),
     )  # fmt: skip
     completions = torch.tensor([[3], [4]])
     prompts, ones = torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 3, dtype=torch.long)
