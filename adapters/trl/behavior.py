@@ -81,7 +81,7 @@ FAR_OFF: Case = {"off_policy_mask_threshold": 0.02}
 TWICE: Case = {"current_gradient_accumulation_steps": 2}
 OF_WEIGHTS: Case = {
     "beta": 1.0,
-    "inputs.advantages": torch.zeros(ROWS),
+    "inputs.advantages": torch.zeros(ROWS, device="cpu"),
     "inputs.ref_per_token_logps": FAR_BELOW * ONES,
 }
 """The case whose slopes are the weights of tokens: no policy term, and a KL term of slope 1."""

@@ -78,7 +78,7 @@ def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
             records[ROW] = replace(records[ROW], provenance=stale)
         if reason() == "tokens":
             completion = output[1][ROW]
-            completion[-1] = next(token for token in completion if token != completion[-1])
+            completion[-1] = 5 if completion[-1] != 5 else 6
         return output
 
     def scored(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

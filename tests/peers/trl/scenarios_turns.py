@@ -223,7 +223,7 @@ def measured(out: str) -> None:
     noted = {name: values[-1] for name, values in trainer._metrics["train"].items() if "mismatch/turns/" in name}
     assert noted["mismatch/turns/forked_frac"] == 1 / 8 and noted["mismatch/turns/misplaced_frac"] > 0
     causes = {name: value for name, value in noted.items() if "/forked/" in name}
-    assert causes == {"mismatch/turns/forked/turn_edited": 1 / 8}
+    assert causes == {"mismatch/turns/forked/turn_edited": 1 / 8}, (causes, said)
 
 
 # What each fault is called; the third completion has it.
