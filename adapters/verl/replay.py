@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mismatch_ext.adapters.transformers import routing as backend
@@ -555,7 +556,7 @@ def needed(data: Any) -> list[int]:
     starts = prompts.offsets().diff().tolist() if known else [None] * len(data)
     found = []
     for mask, start, tokens, bad in zip(data["loss_mask"].unbind(), starts, lengths(data), bad_rows(data), strict=True):
-        trained = mask.nonzero()
+        trained = np.flatnonzero(mask.bool().cpu().numpy())
         if bad or not len(trained):
             found.append(0)
         else:

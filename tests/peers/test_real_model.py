@@ -35,14 +35,13 @@ def test_the_commands_of_the_page_end_with_a_verdict() -> None:
     assert "smollm2 (mean |Δlogp| " in shell(block)
 
 
-@pytest.mark.nightly
 def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smollm2: Path, tmp_path: Path) -> None:
     block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
     found = run(scenarios_real_model.train, model=smollm2, out=tmp_path, block=block).expect()
     expect_float32(found["history"], found["float32_errors"])
     # The first update sends what the engine started with.
     assert [status for status, *_ in found["verdicts"]] == ["unchanged", *["in_sync"] * 5], found["verdicts"]
-    assert all(step["grad_norm"] > 0 for step in found["history"])
+    assert all(step["grad_norm"] > 0 for step in found["history"]), found["history"]
 
 
 def test_trls_own_colocated_update_reaches_a_real_engine(run: Run, smollm2: Path, tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def built(model: str, out: str, **given: Any) -> Any:
 
 def one_bad_row(model: str, out: str) -> None:
     """Train with a fault in one row of 32, on one rank, and without it and with loss weight 0 for this row."""
-    rows = [ROW] if WORLD.rank == SPOILED else []
     found, slopes = [], []
     for fault in (None, "nan"):
         trainer = built(model, f"{out}/{fault}", per_device_train_batch_size=16)
-        with spoiling(trainer, fault, rows, [BATCH]) as noted:
+        rows = [ROW] if WORLD.rank == SPOILED else []  # known once the trainer has begun the group
+        with spoiling(trainer, fault, rows, [BATCH], alone=True) as noted:
             if fault is None:
                 weigh_nothing(trainer, noted)
             found.append(outcome(trainer))

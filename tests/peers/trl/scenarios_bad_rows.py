@@ -22,6 +22,7 @@ from mismatch_ext.adapters.trl.rows import row_keys
 from torch import Tensor
 from trl import GRPOTrainer
 
+from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -113,9 +114,28 @@ ENGINE_FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
+def tokens_of(outputs: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return prompt and completion of each row that an engine has answered."""
+    return [(tuple(output.prompt_token_ids), tuple(one.token_ids)) for output in outputs for one in output.outputs]
+
+
+def rows_alone(outputs: Any) -> list[int]:
+    """Return the rows of some text whose tokens no other row has.
+
+    Equal rows are bad together, and on some CPUs a random model often ends at once.
+    """
+    keys = tokens_of(outputs)
+    return [row for row, (prompt, text) in enumerate(keys) if keys.count((prompt, text)) == 1 and text[0] > EOS_ID]
+
+
 @contextlib.contextmanager
-def spoiling(trainer: Any, fault: str | None, bad_rows: list[int], batches: list[int]) -> Iterator[dict[str, Any]]:
-    """Let the engine's answer have a fault in some rows of some batches; note these rows' tokens whether or not they do."""
+def spoiling(
+    trainer: Any, fault: str | None, bad_rows: list[int], batches: list[int], *, alone: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Let the engine's answer have a fault in some rows of some batches; note these rows' tokens whether or not they do.
+
+    Their numbers are those among `rows_alone` if it is so said.
+    """
     llm = trainer.vllm_generation.llm
     generate, noted = llm.generate, {"batch": 0, "keys": set()}
 
@@ -124,11 +144,12 @@ def spoiling(trainer: Any, fault: str | None, bad_rows: list[int], batches: list
         if "sampling_params" not in kwargs:
             return outputs  # probes of a weight update
         noted["batch"] += 1
-        completions = [(output, one) for output in outputs for one in output.outputs]
+        completions = [one for output in outputs for one in output.outputs]
+        numbers = rows_alone(outputs) if alone else range(len(completions))
         if noted["batch"] in batches:
             for row in bad_rows:
-                output, completion = completions[row]
-                noted["keys"].add((tuple(output.prompt_token_ids), tuple(completion.token_ids)))
+                completion = completions[numbers[row]]
+                noted["keys"].add(tokens_of(outputs)[numbers[row]])
                 if fault is not None:
                     ENGINE_FAULTS[fault](completion)
         return outputs

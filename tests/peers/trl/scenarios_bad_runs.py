@@ -18,6 +18,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from torch import Tensor
 from transformers import TrainerCallback
 
+from examples.arithmetic.tokenizer import VOCABULARY
 from mismatch_ext import files
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.log_reading import METRICS_FILES, read_run
@@ -29,16 +30,24 @@ from tests.peers.trl.scenarios_bad_rows import (
     checkpoints_of,
     evidence_of,
     expect_finite,
+    rows_alone,
     spoiling,
+    tokens_of,
     weigh_nothing,
 )
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 SCALED = {"precision": {"dtype": "float16", "init_scale": 1024.0}}
 ROW = 5
-"""The bad row of each batch."""
+"""The bad row of a batch that has one reason."""
 REASONS = ("", "rollout_logprobs", "mask", "old_logprobs", "tokens", "weight_version")
 """What is wrong with a row of each batch, in their order; nothing with the first."""
+
+
+def alike(token: int) -> list[int]:
+    """Return the digits that `graded` counts as it does a token, so that a changed answer keeps its reward."""
+    even = [VOCABULARY[digit] for digit in "02468"]
+    return even if token in even else [VOCABULARY[digit] for digit in "13579"]
 
 
 def in_engine(reason: str) -> Callable[[Any], None] | None:
@@ -49,7 +58,7 @@ def in_engine(reason: str) -> Callable[[Any], None] | None:
 
 @contextlib.contextmanager
 def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
-    """Let one row of each batch be bad for another reason; note its tokens whether or not it is."""
+    """Let one row of each batch be bad for another reason; note its number, and its tokens whether or not it is."""
     llm, run = trainer.vllm_generation.llm, trainer.mm
     sample, generate, score = llm.generate, trainer._generate, trainer._get_per_token_logps_and_entropies
     noted: dict[str, Any] = {"batch": 0, "keys": set()}
@@ -61,9 +70,11 @@ def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
         outputs = sample(prompts, *args, **kwargs)
         if "sampling_params" in kwargs:  # otherwise they are probes of a weight update
             noted["batch"] += 1
-            output, completion = [(output, one) for output in outputs for one in output.outputs][ROW]
+            completions = [one for output in outputs for one in output.outputs]
+            noted["row"] = rows_alone(outputs)[0]
+            completion = completions[noted["row"]]
             if REASONS[noted["batch"] - 1]:
-                noted["keys"].add((tuple(output.prompt_token_ids), tuple(completion.token_ids)))
+                noted["keys"].add(tokens_of(outputs)[noted["row"]])
             spoil = in_engine(reason())
             if spoil is not None:
                 spoil(completion)
@@ -73,19 +84,20 @@ def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
         output = generate(*args, **kwargs)
         if reason() == "weight_version":
             records = run.rollouts.records
-            known = records[ROW].provenance
+            row = noted["row"]
+            known = records[row].provenance
             stale = replace(known, weight_version=known.weight_version - 1)
-            records[ROW] = replace(records[ROW], provenance=stale)
+            records[row] = replace(records[row], provenance=stale)
         if reason() == "tokens":
-            completion = output[1][ROW]
-            completion[-1] = 5 if completion[-1] != 5 else 6
+            completion = output[1][noted["row"]]
+            completion[0] = next(token for token in alike(completion[0]) if token != completion[0])
         return output
 
     def scored(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         logps, *rest = score(model, input_ids, *args, **kwargs)
         if reason() == "old_logprobs" and run.rollouts is not None:
             logps = logps.clone()
-            logps[ROW, 0] = torch.nan
+            logps[noted["row"], 0] = torch.nan
         return (logps, *rest)
 
     llm.generate = sampled

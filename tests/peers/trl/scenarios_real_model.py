@@ -30,6 +30,11 @@ def even(completions: list[Any], **_: Any) -> list[float]:
     return [sum(ord(character) % 2 == 0 for character in text) / max(len(text), 1) for text in texts]
 
 
+def by_tokens(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return a reward in which answers of one text length differ too: equal ones in a group would have no gradient."""
+    return [sum((place + 1) * token for place, token in enumerate(ids)) % 997 / 997 for ids in completion_ids]
+
+
 def chats() -> Dataset:
     """Return chat prompts of different lengths."""
     return Dataset.from_dict(
@@ -47,10 +52,11 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         return verdicts[-1]
 
     WeightVerifier.judge = noting  # type: ignore[method-assign]
+    # At five times this rate, the answers of a group may be one token, and equal, by the sixth step.
+    given = arguments(out, mismatch=block, vllm_max_model_length=128, max_steps=6, learning_rate=2e-4, **overrides)
     trainer = MismatchGRPOTrainer(
-        model=model, reward_funcs=even, train_dataset=chats(),
-        args=MismatchGRPOConfig(**arguments(out, mismatch=block, vllm_max_model_length=128, max_steps=6, **overrides)),
-    )  # fmt: skip
+        model=model, reward_funcs=by_tokens, train_dataset=chats(), args=MismatchGRPOConfig(**given)
+    )
     errors = watch_float32_error(trainer)
     trainer.train()
     return {

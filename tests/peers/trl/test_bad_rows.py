@@ -51,7 +51,6 @@ def test_too_many_end_an_acting_run_with_a_checkpoint(run: Run, dense: Path, tmp
 
 
 @pytest.mark.numeric
-@pytest.mark.nightly
 def test_one_row_of_32_for_each_reason_leaves_the_others_as_they_were(run: Run, dense: Path, tmp_path: Path) -> None:
     run(runs.reasons, model=dense, out=tmp_path, top_k=6, beta=0.1, **MANY).expect()
 

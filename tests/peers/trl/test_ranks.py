@@ -68,7 +68,6 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective(run: Run) -> None:
     ]
 
 
-@pytest.mark.nightly
 @pytest.mark.numeric
 @EACH_KIND
 def test_one_bad_row_of_32_on_one_rank_has_no_weight_on_both(run: Run, kind: str, dense: Path, tmp_path: Path) -> None:
