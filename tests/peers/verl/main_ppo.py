@@ -185,7 +185,7 @@ def run_verl(
     *,
     model: Path,
     plugin: bool,
-    timeout: float = 420,
+    timeout: float = 840,
     env: Mapping[str, str] | None = None,
     digits: tuple[int, int] = FAMILIAR_DIGITS,
     until: Callable[[], bool] | None = None,

@@ -46,7 +46,7 @@ def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Verl
     script = ["bash", str(ROOT / "examples/verl_grpo.sh"), *cpu_paths(work, data, risky), *DEVICE, *GRPO]
     # What verl's gradient scaler does on a CPU by itself, which is nothing, is left as it is.
     env = {"PYTHON": sys.executable, "VERL_CPU_STOCK_SCALER": "1"}
-    return run_command(work, [*script, *EVERYTHING_DENSE, *lasting(3)], timeout=420, env=env), work
+    return run_command(work, [*script, *EVERYTHING_DENSE, *lasting(3)], timeout=840, env=env), work
 
 
 def test_every_section_of_a_dense_model_by_the_example(example: tuple[VerlRun, Path]) -> None:

@@ -21,6 +21,6 @@ def test_a_package_that_fails_in_one_process_ends_the_run_before_its_first_step(
     model = tiny_model("moe", tmp_path / "model")
     overrides = [*dtypes("float32"), ACTING]
     env = {FAULT: f"no_plugin_in_the_{where}"}
-    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, timeout=300, env=env)
+    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, timeout=600, env=env)
     run.expect_failure()
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log

@@ -34,7 +34,7 @@ def run_example(mode: str, work: Path, overrides: Sequence[str], model: Path, **
     """Run examples/verl_moe.sh in a mode with a tiny model on a CPU."""
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
     command = ["bash", str(ROOT / "examples/verl_moe.sh"), mode, *cpu_paths(work, data, model), *DEVICE, *GRPO]
-    return run_command(work, [*command, *SECTIONS, *overrides], timeout=420, env={"PYTHON": sys.executable, **env})
+    return run_command(work, [*command, *SECTIONS, *overrides], timeout=840, env={"PYTHON": sys.executable, **env})
 
 
 @pytest.fixture(scope="module")
