@@ -45,3 +45,13 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_the_file_that_another_process_has_begun_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, others = tmp_path / "report.html", tmp_path / "report.html.partial"
+    path.write_bytes(b"old")
+    # The other process begins after this one has looked.
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: others.write_bytes(b"of another"))
+    with pytest.raises(RunDirectoryError, match="File exists"):
+        write_whole(path, b"new")
+    assert (path.read_bytes(), others.read_bytes()) == (b"old", b"of another")

@@ -205,6 +205,15 @@ def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
     assert log.flush("train", 2) == {} == log.flush("eval/default", 2)
 
 
+def test_what_a_correction_masks_is_logged_where_no_gap_was_measured(tmp_path: Path) -> None:
+    log = Run(tmp_path).log
+    log.begin()
+    response_mask = torch.ones(2, 3, dtype=torch.bool)
+    log.mask("train", torch.zeros(2, 3), response_mask)
+    logged = log.flush("train", 1)
+    assert (logged["mismatch/masked_token_frac"], logged["mismatch/masked_seq_frac"]) == (1.0, 1.0)
+
+
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
     run = Run(tmp_path, x=STOP)
     run.log.begin(None)
