@@ -66,6 +66,7 @@ def check_loop(printed: str, folder: Path) -> list[tuple[float, ...]]:
     return [tuple(map(float, row[:-1])) for row in said]
 
 
+@pytest.mark.nightly
 def test_the_loop_with_vllm() -> None:
     # The README's own command, into its own folder.
     for _, correct, native, replayed, flips in check_loop(

@@ -24,6 +24,7 @@ def in_readme(beginning: str) -> str:
     return re.findall(rf"^ *({re.escape(beginning)}.*)$", README, flags=re.M)[0]
 
 
+@pytest.mark.nightly
 def test_a_run_by_the_example_and_its_report() -> None:
     shell(in_readme("python examples/trl_grpo.py"))
     assert "runs/mine/mismatch/report.html" in shell(in_readme("mismatch-ext report runs/"))

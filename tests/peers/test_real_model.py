@@ -58,6 +58,7 @@ def test_a_tensor_that_trls_own_update_loses_ends_the_run(run: Run, smollm2: Pat
     assert "weight update" in found["error"], found
 
 
+@pytest.mark.nightly
 def test_the_doctor_names_and_confirms_a_temperature_within_a_real_vocabulary(
     run: Run, smollm2: Path, tmp_path: Path
 ) -> None:

@@ -27,8 +27,13 @@ from tests.oracles.routing.passes import (
 from tests.oracles.routing.proof import prove
 from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, WITHOUT, case
 
+# The slowest family takes two minutes.
+SLOW = ("dots3_note_text",)
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in SLOW else []) for name in FAMILIES]
+)
 def test_family(name: str) -> None:
     if name not in REFUSED:
         prove(FAMILIES[name], WITHOUT.get(name, frozenset()))

@@ -86,7 +86,7 @@ def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_pass_is_replayed_over_its_own_tokens_alone(checkpointed: bool) -> None:
     model = FAMILIES[QWEN].build()
     if checkpointed:

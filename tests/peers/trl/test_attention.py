@@ -12,6 +12,7 @@ from tests.peers.scenarios import Run, named
 scenarios = named("tests.peers.trl.scenarios_attention")
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.numeric
 def test_a_file_of_gemma_2_is_clean_with_eager_and_names_the_attention_without(run: Run, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     run(scenarios.every_section, model=moe, out=tmp_path, url=server).expect()
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
     run: Run, moe: Path, server: str, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_what_is_never_or_only_later_verified_is_said(capsys: pytest.CaptureFixt
         assert any("weight update" in line for line in found["later"])
 
 
+@pytest.mark.nightly
 def test_the_command_says_nothing_of_a_missing_gpu_and_names_a_verl_that_does_not_import() -> None:
     code = "import sys; {}; from mismatch_ext.adapters.cli import main; sys.exit(main())"
 
